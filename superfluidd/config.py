@@ -1,0 +1,345 @@
+"""Settings: one table of options, and the frozen record they end up in. The only home of defaults.
+
+Flags beat ``SUPERFLUIDD_*`` environment variables, which beat ``superfluidd.toml``, which beats the defaults here.
+A wrong value anywhere is a :class:`~superfluidd.errors.UsageError` that names where it came from and what is legal.
+
+The table also writes ``--help`` and is what the man-page test compares the pages with.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from superfluidd.errors import UsageError
+
+Kind = Literal["text", "int", "float", "choice", "auto-int", "address"]
+Value = str | int | float | None
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One setting of ``superfluidd serve``.
+
+    Attributes:
+        name: attribute of :class:`Settings`; flag, environment variable and toml key derive from it.
+        kind: how text becomes a value; ``auto-int`` accepts the word ``auto`` for None.
+        default: used when nothing else names one.
+        help: one sentence.
+        metavar: what ``--help`` calls the value.
+        choices: legal words, for ``choice``.
+        minimum, maximum: legal range, for numbers.
+        checks: the option also means something to ``superfluidd check``.
+    """
+
+    name: str
+    kind: Kind
+    default: Value
+    help: str
+    metavar: str = "N"
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    checks: bool = False
+
+    @property
+    def flag(self) -> str:
+        """As written on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """As written in the environment."""
+        return "SUPERFLUIDD_" + self.name.upper()
+
+    @property
+    def key(self) -> str:
+        """As written in superfluidd.toml."""
+        return self.name.replace("_", "-")
+
+    @property
+    def default_text(self) -> str:
+        """The default as the documentation writes it."""
+        if self.default is None:
+            return "auto" if self.kind == "auto-int" else "none"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("http", "address", "127.0.0.1:8453", "Address the HTTP listener binds.", "HOST:PORT"),
+    Option("socket", "text", None, "Control socket; by default in $XDG_RUNTIME_DIR/superfluidd/.", "PATH"),
+    Option(
+        "engine",
+        "choice",
+        "llamacpp",
+        "Engine that runs the models.",
+        "NAME",
+        choices=("llamacpp", "simulated"),
+        checks=True,
+    ),
+    Option(
+        "max_batch",
+        "int",
+        8,
+        "Lanes: requests that run at once, per model.",
+        minimum=1,
+        maximum=256,
+        checks=True,
+    ),
+    Option(
+        "max_context",
+        "auto-int",
+        None,
+        "Context window of a lane in tokens; auto fits it to the model and to free memory.",
+        minimum=64,
+        maximum=16_777_216,
+        checks=True,
+    ),
+    Option(
+        "kv_layout",
+        "choice",
+        "auto",
+        "KV memory: a window per sequence, or one shared pool.",
+        "NAME",
+        choices=("auto", "per-sequence", "shared"),
+        checks=True,
+    ),
+    Option(
+        "pool_tokens",
+        "auto-int",
+        None,
+        "Cells of the shared pool in tokens; auto is lanes times window.",
+        minimum=64,
+        maximum=268_435_456,
+        checks=True,
+    ),
+    Option(
+        "threads",
+        "auto-int",
+        None,
+        "Compute threads at most; auto uses every core, and fewer while the machine is busy.",
+        minimum=1,
+        maximum=1024,
+        checks=True,
+    ),
+    Option(
+        "max_tokens",
+        "auto-int",
+        None,
+        "Reply length when the request names none; auto fills the window.",
+        minimum=1,
+        maximum=16_777_216,
+    ),
+    Option(
+        "temperature",
+        "float",
+        1.0,
+        "Sampling temperature when the request names none; 0 is greedy.",
+        "X",
+        minimum=0.0,
+        maximum=100.0,
+    ),
+    Option(
+        "top_k",
+        "int",
+        40,
+        "Candidates kept when the request names no top_k; 0 keeps all.",
+        minimum=0,
+        maximum=1_000_000,
+    ),
+    Option(
+        "top_p",
+        "float",
+        1.0,
+        "Probability mass kept when the request names no top_p.",
+        "X",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Option(
+        "min_p",
+        "float",
+        0.0,
+        "Least probability relative to the likeliest, when the request names no min_p.",
+        "X",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    Option(
+        "drain_timeout",
+        "float",
+        60.0,
+        "Seconds that SIGTERM lets running replies go on.",
+        "SECONDS",
+        minimum=0.0,
+        maximum=86_400.0,
+    ),
+    Option(
+        "stall_timeout",
+        "float",
+        60.0,
+        "Seconds a client may leave its stream unread before it is dropped.",
+        "SECONDS",
+        minimum=1.0,
+        maximum=86_400.0,
+    ),
+    Option(
+        "log_format",
+        "choice",
+        "text",
+        "Log lines for people or for machines.",
+        "NAME",
+        choices=("text", "json"),
+    ),
+    Option(
+        "log_level",
+        "choice",
+        "info",
+        "Least severity logged.",
+        "NAME",
+        choices=("debug", "info", "warning", "error"),
+    ),
+)
+"""Every setting, in the order ``--help`` and the man page show them."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon runs with. Field names are the option names; ``models`` are paths as given."""
+
+    models: tuple[str, ...] = ()
+    http: str = "127.0.0.1:8453"
+    socket: str | None = None
+    engine: str = "llamacpp"
+    max_batch: int = 8
+    max_context: int | None = None
+    kv_layout: str = "auto"
+    pool_tokens: int | None = None
+    threads: int | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 40
+    top_p: float = 1.0
+    min_p: float = 0.0
+    drain_timeout: float = 60.0
+    stall_timeout: float = 60.0
+    log_format: str = "text"
+    log_level: str = "info"
+
+
+def parse(option: Option, raw: object, source: str) -> Value:
+    """One value from text or toml.
+
+    Raises:
+        UsageError: with the source, the value and what is legal.
+    """
+
+    def wrong(expected: str) -> UsageError:
+        return UsageError(f"{source}: {raw!r} is not {expected}", param=option.key)
+
+    if option.kind == "text":
+        if not isinstance(raw, str) or not raw:
+            raise wrong("a path")
+        return raw
+    if option.kind == "choice":
+        if raw not in option.choices:
+            raise wrong("one of " + ", ".join(option.choices))
+        return str(raw)
+    if option.kind == "address":
+        if not isinstance(raw, str):
+            raise wrong("HOST:PORT, such as 127.0.0.1:8453")
+        split_address(raw, source)
+        return raw
+    if option.kind == "auto-int" and raw == "auto":
+        return None
+    whole = option.kind in ("int", "auto-int")
+    expected = ("a whole number" if whole else "a number") + f" from {option.minimum:g} to {option.maximum:g}"
+    if option.kind == "auto-int":
+        expected += ", or auto"
+    if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
+        raise wrong(expected)
+    try:
+        number: int | float = int(raw) if whole and not isinstance(raw, float) else float(raw)
+    except ValueError:
+        raise wrong(expected) from None
+    if whole and number != int(number):
+        raise wrong(expected)
+    assert option.minimum is not None
+    assert option.maximum is not None
+    if not option.minimum <= number <= option.maximum:
+        raise wrong(expected)
+    return int(number) if whole else number
+
+
+def split_address(text: str, source: str = "--http") -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[V6]:PORT``.
+
+    Raises:
+        UsageError: it is not an address.
+    """
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not colon or not host or not port.isdecimal() or not port.isascii() or not 0 <= int(port) <= 65535:
+        raise UsageError(f"{source}: {text!r} is not HOST:PORT, such as 127.0.0.1:8453")
+    return host, int(port)
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """The settings file.
+
+    Raises:
+        UsageError: it cannot be read, is not toml, or has a key that is no setting.
+    """
+    try:
+        data: dict[str, object] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid toml: {error}") from error
+    known = {option.key for option in OPTIONS} | {"models"}
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise UsageError(
+            f"{path}: unknown setting{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
+            f"known: {', '.join(sorted(known))}"
+        )
+    return data
+
+
+def load(
+    flags: Mapping[str, object],
+    *,
+    models: tuple[str, ...] = (),
+    config: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Settings from flags, environment and file, in that order of weight.
+
+    Args:
+        flags: option name to raw text, only for the flags that were given.
+        models: model paths from the command line; they replace the file's.
+        config: the toml file, if any.
+        environ: environment variables.
+
+    Raises:
+        UsageError: some value is wrong.
+    """
+    data = read_toml(config) if config is not None else {}
+    values: dict[str, object] = {}
+    for option in OPTIONS:
+        if option.name in flags:
+            values[option.name] = parse(option, flags[option.name], option.flag)
+        elif option.variable in environ:
+            values[option.name] = parse(option, environ[option.variable], option.variable)
+        elif option.key in data:
+            values[option.name] = parse(option, data[option.key], f"{config}: {option.key}")
+    if not models and "models" in data:
+        listed = data["models"]
+        if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
+            raise UsageError(f"{config}: models must be a list of paths")
+        models = tuple(listed)
+    return msgspec.convert({"models": models, **values}, Settings)
