@@ -1,0 +1,157 @@
+"""Plan, TickReport, Effect: the plain records between the scheduler and the world.
+
+A *plan* says what one tick shall do, a *report* what it did, an *effect* what the shell around the scheduler must
+tell a client. They are frozen, ordered and printable, so they are also the format of the golden traces.
+
+Lists are tuples in the order the engine works them off. Requests are named by id, sequences (the engine's own
+slots of KV) by number. Counts are tokens; seconds are floats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from superfluidd.types import FinishReason, RequestId, SamplingParams
+
+
+class OutOfOrder(Exception):
+    """The engine sent a token or a report that cannot follow what it sent before. It is not to be trusted further."""
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Seat a request in a lane.
+
+    Attributes:
+        request: the request's id.
+        sequence: the engine sequence that will hold its KV; it must hold exactly ``cached`` tokens of it already.
+        tokens: every token known so far: the prompt and, after a preemption or a worker's death, what was generated.
+        prompt: how many of ``tokens`` are the client's prompt; the rest count as generated for penalties.
+        cached: how many leading tokens the sequence already holds.
+        sampling: how to draw.
+    """
+
+    request: RequestId
+    sequence: int
+    tokens: tuple[int, ...]
+    prompt: int
+    sampling: SamplingParams
+    cached: int = 0
+
+
+class Prefill(msgspec.Struct, frozen=True, array_like=True):
+    """Feed the next ``tokens`` known tokens of a lane. Reaching the last one yields the lane's next token."""
+
+    request: RequestId
+    tokens: int
+
+
+class Decode(msgspec.Struct, frozen=True, array_like=True):
+    """Let a lane run at most ``rounds`` decode rounds, one token each."""
+
+    request: RequestId
+    rounds: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One tick. The engine works it off in field order, then in steps until nothing granted is left.
+
+    A step is one decode round for every lane with grant left, then one prefill micro-batch of at most
+    ``step_tokens`` tokens, taken from ``prefill`` in order. A lane that finishes its prefill in the tick may use its
+    decode grant in the same tick.
+
+    Attributes:
+        tick: number of this tick, from 1; the report echoes it.
+        retire: requests whose lanes the engine forgets.
+        free: sequences to empty.
+        admit: requests to seat.
+        prefill: prompt chunks, most urgent first.
+        decode: decode grants, in lane order.
+        step_tokens: cap of one prefill micro-batch.
+    """
+
+    tick: int
+    retire: tuple[RequestId, ...] = ()
+    free: tuple[int, ...] = ()
+    admit: tuple[Admit, ...] = ()
+    prefill: tuple[Prefill, ...] = ()
+    decode: tuple[Decode, ...] = ()
+    step_tokens: int = 512
+
+
+class LaneFault(msgspec.Struct, frozen=True):
+    """The engine could not go on with one lane; its neighbours are unharmed."""
+
+    request: RequestId
+    message: str
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """What a tick cost, for the scheduler's measured rates.
+
+    Attributes:
+        decode_rounds: decode rounds run.
+        decode_tokens: tokens they produced.
+        decode_seconds: time they took.
+        prefill_tokens: prompt tokens fed.
+        prefill_seconds: time that took.
+        threads: compute threads in use when the tick ended; 0 where that has no meaning.
+    """
+
+    decode_rounds: int = 0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    threads: int = 0
+
+
+class TickReport(msgspec.Struct, frozen=True):
+    """What one tick did. Tokens were streamed ahead of it; ``prefilled`` and ``decoded`` only confirm counts.
+
+    Attributes:
+        tick: the plan's number.
+        outcome: ``done``; ``stopped`` (ended early because it was told to); ``replan`` (nothing ran: the engine
+            cannot hold the plan, ``reason`` says why).
+        prefilled: (request, prompt tokens fed) for every lane fed.
+        decoded: (request, tokens produced) for every lane that produced any, prefill's first token included.
+        faults: lanes that failed.
+        cells_used: KV cells in use by the engine's own count.
+        timing: measured cost.
+        reason: why ``replan``.
+    """
+
+    tick: int
+    outcome: Literal["done", "stopped", "replan"]
+    prefilled: tuple[tuple[RequestId, int], ...] = ()
+    decoded: tuple[tuple[RequestId, int], ...] = ()
+    faults: tuple[LaneFault, ...] = ()
+    cells_used: int = 0
+    timing: Timing = Timing()
+    reason: str = ""
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A request ended; it produces nothing more."""
+
+    request: RequestId
+    reason: FinishReason
+    error: str = ""
+    """What went wrong, for ``FinishReason.ERROR``."""
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """A request got a lane, at first or again."""
+
+    request: RequestId
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """A running request lost its lane and waits at the head of its queue; its stream pauses."""
+
+    request: RequestId
+    why: str
+
+
+Effect = Finished | Admitted | Paused
