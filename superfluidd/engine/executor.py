@@ -1,0 +1,272 @@
+"""One tick of a plan over a runtime, step by step.
+
+Mechanism only: the executor does what the plan says and reports what it did. A step is one call of the runtime: a
+decode round for every lane with grant left, or a prefill micro-batch. Rounds and micro-batches alternate, rounds
+first, and every step's tokens leave at once. After each step the tick ends if it was told to.
+
+A step that fails is tried again lane by lane, so that one bad lane does not take its neighbours along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from superfluidd.engine.port import Choice, Draw, EngineError, Feed, Runtime
+from superfluidd.engine.threads import FixedThreads, ThreadPolicy
+from superfluidd.engine.wire import StepDone, TokenOut
+from superfluidd.scheduling.plan import Admit, LaneFault, Plan, TickReport, Timing
+from superfluidd.types import RequestId
+
+
+class BadPlan(Exception):
+    """The plan contradicts itself or what the executor holds: a fault of the daemon's, never of a lane."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A seated request. ``tokens[:fed]`` are in KV; a decoding lane has one token left to feed."""
+
+    request: RequestId
+    sequence: int
+    tokens: list[int]
+    prompt: int
+    fed: int
+    draw_from: Admit
+    end_tokens: tuple[int, ...]
+    decoding: bool = False
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Prompt tokens of a lane still to feed in this tick."""
+
+    lane: _Lane
+    left: int
+
+
+class _Tally:
+    """What a tick has done so far."""
+
+    def __init__(self) -> None:
+        self.prefilled: dict[RequestId, int] = {}
+        self.decoded: dict[RequestId, int] = {}
+        self.faults: list[LaneFault] = []
+        self.rounds = 0
+        self.round_tokens = 0
+        self.round_seconds = 0.0
+        self.fed = 0
+        self.feed_seconds = 0.0
+
+
+class Executor:
+    """Lanes over a runtime.
+
+    Args:
+        runtime: computes.
+        threads: chooses compute threads step by step; by default nothing is changed.
+    """
+
+    def __init__(self, runtime: Runtime, threads: ThreadPolicy | None = None) -> None:
+        self._runtime = runtime
+        self._threads = threads or FixedThreads()
+        self._lanes: dict[RequestId, _Lane] = {}
+
+    def run(self, plan: Plan, should_stop: Callable[[], bool]) -> Generator[StepDone, None, TickReport]:
+        """Run one tick: yields after every step, returns the report.
+
+        Args:
+            plan: what to do.
+            should_stop: asked after every step; True ends the tick there.
+
+        Raises:
+            BadPlan: before anything ran.
+        """
+        self._validate(plan)
+        refusal = self._seat(plan)
+        if refusal:
+            return TickReport(plan.tick, "replan", cells_used=self._runtime.cells_used(), reason=refusal)
+        tally = _Tally()
+        grants = {grant.request: grant.rounds for grant in plan.decode}
+        chunks = [_Chunk(self._lanes[chunk.request], chunk.tokens) for chunk in plan.prefill]
+        stopped = False
+        while not stopped:
+            batch = [
+                lane
+                for request in grants
+                if grants[request] > 0 and (lane := self._lanes[request]).decoding and not lane.over
+            ]
+            if batch:
+                for lane in batch:
+                    grants[lane.request] -= 1
+                yield StepDone(plan.tick, tuple(self._decode_round(batch, tally)))
+                stopped = should_stop()
+            micro = [] if stopped else self._take(chunks, plan.step_tokens)
+            if micro:
+                tokens = self._prefill_step(micro, tally)
+                yield StepDone(plan.tick, tuple(tokens), tuple(tally.prefilled.items()))
+                stopped = should_stop()
+            if not batch and not micro:
+                break
+        return TickReport(
+            tick=plan.tick,
+            outcome="stopped" if stopped else "done",
+            prefilled=tuple(tally.prefilled.items()),
+            decoded=tuple(tally.decoded.items()),
+            faults=tuple(tally.faults),
+            cells_used=self._runtime.cells_used(),
+            timing=Timing(
+                decode_rounds=tally.rounds,
+                decode_tokens=tally.round_tokens,
+                decode_seconds=tally.round_seconds,
+                prefill_tokens=tally.fed,
+                prefill_seconds=tally.feed_seconds,
+                threads=self._threads.current,
+            ),
+        )
+
+    # -- before the first step ------------------------------------------------------------------------------------
+
+    def _validate(self, plan: Plan) -> None:
+        """Nothing has happened yet when this raises."""
+        retired = set(plan.retire)
+        admitted = {seat.request for seat in plan.admit}
+        if len(admitted) != len(plan.admit) or admitted & (self._lanes.keys() - retired):
+            raise BadPlan(f"tick {plan.tick} admits a request twice")
+        known = (self._lanes.keys() - retired) | admitted
+        named = [chunk.request for chunk in plan.prefill] + [grant.request for grant in plan.decode]
+        strangers = sorted(set(named) - known)
+        if strangers:
+            raise BadPlan(f"tick {plan.tick} names requests {strangers} that have no lane")
+        held = {lane.sequence for request, lane in self._lanes.items() if request not in retired}
+        taken = [seat.sequence for seat in plan.admit]
+        if len(set(taken)) != len(taken) or held & (set(taken) | set(plan.free)):
+            raise BadPlan(f"tick {plan.tick} uses a sequence twice")
+        for chunk in plan.prefill:
+            lane = self._lanes.get(chunk.request)
+            if lane is not None and chunk.tokens > len(lane.tokens) - lane.fed:
+                raise BadPlan(
+                    f"tick {plan.tick} feeds {chunk.tokens} tokens of request {chunk.request}, which has fewer"
+                )
+
+    def _seat(self, plan: Plan) -> str:
+        """Retire, free and admit. A reason to replan, or nothing; then nothing has changed."""
+        needed = sum(len(seat.tokens) - seat.cached for seat in plan.admit)
+        freed = sum(self._runtime.length(sequence) for sequence in plan.free)
+        room = self._runtime.info.cells - self._runtime.cells_used() + freed
+        if self._runtime.info.layout == "shared" and needed > room:
+            return f"{needed} cells are needed to seat {len(plan.admit)} requests, {room} are free"
+        for request in plan.retire:
+            self._lanes.pop(request, None)
+        for sequence in plan.free:
+            self._runtime.free(sequence)
+        for seat in plan.admit:
+            if self._runtime.length(seat.sequence) != seat.cached:
+                raise BadPlan(
+                    f"sequence {seat.sequence} holds {self._runtime.length(seat.sequence)} tokens, not {seat.cached}"
+                )
+            self._lanes[seat.request] = _Lane(
+                request=seat.request,
+                sequence=seat.sequence,
+                tokens=list(seat.tokens),
+                prompt=seat.prompt,
+                fed=seat.cached,
+                draw_from=seat,
+                end_tokens=self._runtime.info.end_tokens,
+            )
+        return ""
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _decode_round(self, batch: Sequence[_Lane], tally: _Tally) -> list[TokenOut]:
+        start = self._runtime.seconds()
+        self._threads.before_round(self._runtime, len(batch))
+        feeds = [Feed(lane.sequence, lane.fed, lane.tokens[lane.fed :], True) for lane in batch]
+        out = self._step(batch, feeds, tally)
+        seconds = self._runtime.seconds() - start
+        self._threads.after_round(len(batch), seconds)
+        tally.rounds += 1
+        tally.round_tokens += len(out)
+        tally.round_seconds += seconds
+        return out
+
+    def _take(self, chunks: list[_Chunk], most: int) -> list[tuple[_Lane, int]]:
+        """The next micro-batch: (lane, tokens), at most ``most`` tokens in all, in the plan's order."""
+        micro: list[tuple[_Lane, int]] = []
+        while chunks and most > 0:
+            chunk = chunks[0]
+            share = 0 if chunk.lane.over else min(chunk.left, most)
+            if share:
+                micro.append((chunk.lane, share))
+                most -= share
+                chunk.left -= share
+            if chunk.lane.over or chunk.left == 0:
+                chunks.pop(0)
+        return micro
+
+    def _prefill_step(self, micro: Sequence[tuple[_Lane, int]], tally: _Tally) -> list[TokenOut]:
+        start = self._runtime.seconds()
+        self._threads.before_prefill(self._runtime)
+        feeds = [
+            Feed(
+                lane.sequence,
+                lane.fed,
+                lane.tokens[lane.fed : lane.fed + share],
+                lane.fed + share == len(lane.tokens),
+            )
+            for lane, share in micro
+        ]
+        out = self._step([lane for lane, _ in micro], feeds, tally)
+        for lane, share in micro:
+            if not lane.over or lane.decoding:
+                tally.prefilled[lane.request] = tally.prefilled.get(lane.request, 0) + share
+                tally.fed += share
+        seconds = self._runtime.seconds() - start
+        self._threads.after_prefill(sum(share for _, share in micro), seconds)
+        tally.feed_seconds += seconds
+        return out
+
+    def _step(self, lanes: Sequence[_Lane], feeds: Sequence[Feed], tally: _Tally) -> list[TokenOut]:
+        """One call for all lanes; if it fails, one call each, and the lanes that fail alone are faulted."""
+        try:
+            self._runtime.step(feeds)
+        except EngineError as error:
+            if len(feeds) == 1:
+                self._fault(lanes[0], str(error), tally)
+                return []
+            out: list[TokenOut] = []
+            for lane, feed in zip(lanes, feeds, strict=True):
+                out += self._step([lane], [feed], tally)
+            return out
+        return [
+            token
+            for index, (lane, feed) in enumerate(zip(lanes, feeds, strict=True))
+            if (token := self._settle(index, lane, feed, tally)) is not None
+        ]
+
+    def _settle(self, index: int, lane: _Lane, feed: Feed, tally: _Tally) -> TokenOut | None:
+        """Book a fed lane and draw its next token, if it is time for one."""
+        lane.fed += len(feed.tokens)
+        if not feed.sample:
+            return None
+        seat = lane.draw_from
+        position = len(lane.tokens)
+        try:
+            choice: Choice = self._runtime.choose(
+                index, Draw(seat.sampling, position, lane.tokens, lane.prompt, lane.end_tokens)
+            )
+        except (EngineError, ValueError, ArithmeticError) as error:
+            self._fault(lane, f"sampling failed: {error}", tally)
+            return None
+        lane.tokens.append(choice.token)
+        lane.decoding = True
+        end = choice.token in lane.end_tokens and not seat.sampling.ignore_eos
+        lane.over = end
+        tally.decoded[lane.request] = tally.decoded.get(lane.request, 0) + 1
+        return TokenOut(lane.request, position, choice.token, end, choice.logprob, choice.top)
+
+    def _fault(self, lane: _Lane, message: str, tally: _Tally) -> None:
+        lane.over = True
+        lane.decoding = False
+        tally.faults.append(LaneFault(lane.request, message))

@@ -1,0 +1,96 @@
+"""An engine in the daemon's own process, on Trio's clock: the same interface as a worker, without the process.
+
+It drives the same executor over the simulated runtime and lets each step's cost pass with ``trio.sleep``. On a virtual
+clock whole-daemon runs take no time and their figures are exact. Never used for real runtimes: a native fault or a
+long call must not be the daemon's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
+from superfluidd.engine.executor import Executor
+from superfluidd.engine.port import Runtime
+from superfluidd.engine.wire import StepDone
+from superfluidd.scheduling.plan import Plan, TickReport
+from superfluidd.text.vocabulary import Vocabulary
+
+
+def inprocess_starter(make: Callable[[], Runtime], load_seconds: float = 0.0) -> StartEngine:
+    """A starter of in-process engines.
+
+    Args:
+        make: makes a fresh runtime, every time one is started.
+        load_seconds: how long loading takes.
+    """
+
+    async def start(
+        nursery: trio.Nursery, on_lost: Callable[[], None], on_progress: Callable[[float], None]
+    ) -> Engine | LoadRefused | EngineLost:
+        await trio.sleep(load_seconds)
+        return InProcessEngine(make(), on_lost)
+
+    return start
+
+
+class InProcessEngine:
+    """Runs ticks in the calling task.
+
+    Args:
+        runtime: must keep a virtual clock of its own (the simulated one does).
+        on_lost: called by :meth:`die`.
+    """
+
+    pid = 0
+
+    def __init__(self, runtime: Runtime, on_lost: Callable[[], None]) -> None:
+        self.info = runtime.info
+        self.vocabulary = Vocabulary(*Vocabulary.pack(runtime.pieces()))
+        self.lost: EngineLost | None = None
+        self._runtime = runtime
+        self._executor = Executor(runtime)
+        self._on_lost = on_lost
+        self._interrupted = 0
+        self._death = trio.CancelScope()
+
+    async def tick(self, plan: Plan, on_step: Callable[[StepDone], None]) -> TickReport | EngineLost:
+        """See :class:`~superfluidd.engine.client.Engine`."""
+        self._death = trio.CancelScope()
+        with self._death:
+            steps = self._executor.run(plan, lambda: self._interrupted == plan.tick)
+            while self.lost is None:
+                before = self._runtime.seconds()
+                try:
+                    step = next(steps)
+                except StopIteration as end:
+                    report: TickReport = end.value
+                    await trio.lowlevel.checkpoint()
+                    return report
+                await trio.sleep(self._runtime.seconds() - before)
+                on_step(step)
+        return self.lost or EngineLost("the tick was cancelled")
+
+    def interrupt(self, tick: int) -> None:
+        """See :class:`~superfluidd.engine.client.Engine`."""
+        self._interrupted = tick
+
+    async def tokenize(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int] | None:
+        """See :class:`~superfluidd.engine.client.Engine`."""
+        await trio.lowlevel.checkpoint()
+        if self.lost:
+            return None
+        return self._runtime.tokenize(text, add_bos=add_bos, parse_special=parse_special)
+
+    async def close(self, grace: float) -> None:
+        """See :class:`~superfluidd.engine.client.Engine`."""
+        await trio.lowlevel.checkpoint()
+        self._runtime.close()
+
+    def die(self, why: str) -> None:
+        """End as a worker that is killed does: at once, with everything it held."""
+        self.lost = EngineLost(why)
+        self._death.cancel()
+        self._on_lost()

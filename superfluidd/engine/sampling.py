@@ -1,0 +1,142 @@
+"""Logits to a token. A draw is a function of (parameters, token history, position) and of nothing else.
+
+So a lane that was cut anywhere, preempted, moved or replayed after a crash draws what it would have drawn. The
+random number of a position is a hash of (seed, position); no generator state exists.
+
+Order: logit_bias, end tokens (under ``ignore_eos``), penalties, temperature, top_k, top_p, min_p, draw. Ties go to the
+lowest id. Log-probabilities are of the model's own distribution, before any of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from superfluidd.engine.port import Choice, Draw
+from superfluidd.types import SamplingParams, TokenLogprob
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+PENALTY_WINDOW = 64
+"""Latest tokens, prompt included, that ``repeat_penalty`` looks at."""
+
+_MASK = (1 << 64) - 1
+_SPAN = 18.0
+"""Tokens this many natural-log units below the likeliest weigh less than 2e-8 of it: looked at only if needed."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on (seed, position) only (two rounds of the splitmix64 finaliser)."""
+    word = _mix((seed & _MASK) ^ 0x5851F42D4C957F2D)
+    word = _mix((word + position * 0x9E3779B97F4A7C15) & _MASK)
+    return (word >> 11) * 2.0**-53
+
+
+def _mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def choose(logits: Floats, draw: Draw) -> Choice:
+    """Draw one token.
+
+    Args:
+        logits: float32, one per vocabulary entry; not changed.
+        draw: what the draw depends on.
+
+    Raises:
+        ValueError: the logits hold no finite number.
+    """
+    params = draw.params
+    scores = _adjust(logits, draw)
+    if params.temperature <= 0:
+        token = int(scores.argmax())
+        if not np.isfinite(scores[token]):
+            raise ValueError("the model produced no finite logit")
+    else:
+        token = _draw(scores, params, uniform(params.seed, draw.position))
+    if params.logprobs is None:
+        return Choice(token)
+    return _with_logprobs(logits, token, params.logprobs)
+
+
+def _adjust(logits: Floats, draw: Draw) -> Floats:
+    params = draw.params
+    penalised = params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    if not (params.logit_bias or params.ignore_eos or penalised):
+        return logits
+    scores = logits.copy()
+    for token, bias in params.logit_bias:
+        scores[token] = -np.inf if bias <= -100 else scores[token] + bias
+    if params.ignore_eos:
+        scores[list(draw.end_tokens)] = -np.inf
+    if params.repeat_penalty != 1.0:
+        recent = np.unique(np.asarray(draw.history[-PENALTY_WINDOW:], dtype=np.intp))
+        seen = scores[recent]
+        scores[recent] = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        generated, counts = np.unique(np.asarray(draw.history[draw.prompt :], dtype=np.intp), return_counts=True)
+        scores[generated] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+    return scores
+
+
+def _draw(scores: Floats, params: SamplingParams, number: float) -> int:
+    best = float(scores.max())
+    if not np.isfinite(best):
+        raise ValueError("the model produced no finite logit")
+    if params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+        weights = np.exp((scores - best) / params.temperature, dtype=np.float64)
+        return _pick(np.arange(len(scores)), weights, number)
+    kept = _candidates(scores, best, params)
+    weights = np.exp((scores[kept].astype(np.float64) - best) / params.temperature)
+    if params.top_p < 1.0:
+        mass = np.cumsum(weights)
+        whole = mass[-1] if params.top_k else _mass(scores, best, params.temperature)
+        keep = int(np.searchsorted(mass, params.top_p * whole, side="left")) + 1
+        kept, weights = kept[:keep], weights[:keep]
+    if params.min_p > 0.0:
+        keep = max(1, int(np.count_nonzero(weights >= params.min_p)))
+        kept, weights = kept[:keep], weights[:keep]
+    return _pick(kept, weights, number)
+
+
+def _candidates(scores: Floats, best: float, params: SamplingParams) -> Ids:
+    """Ids that may be drawn, likeliest first, ties by id: the top k, or all that could reach top_p."""
+    wanted = params.top_k or len(scores)
+    near: Any = np.flatnonzero(scores > best - _SPAN * params.temperature)
+    if params.top_k and len(near) < wanted:
+        near = np.flatnonzero(np.isfinite(scores))
+    elif not params.top_k and params.top_p < 1.0:
+        reached = np.exp((scores[near].astype(np.float64) - best) / params.temperature).sum()
+        if reached < params.top_p * _mass(scores, best, params.temperature):
+            near = np.flatnonzero(np.isfinite(scores))
+    if len(near) > wanted:
+        # Everything at least as good as the k-th, so that ties are settled by id below and not by the partition.
+        floor = np.partition(scores[near], len(near) - wanted)[len(near) - wanted]
+        near = near[scores[near] >= floor]
+    order: Ids = near[np.argsort(-scores[near], kind="stable")][:wanted]
+    return order
+
+
+def _mass(scores: Floats, best: float, temperature: float) -> float:
+    return float(np.exp((scores - best) / temperature, dtype=np.float64).sum())
+
+
+def _pick(ids: Ids, weights: npt.NDArray[np.float64], number: float) -> int:
+    mass = np.cumsum(weights)
+    index = int(np.searchsorted(mass, number * mass[-1], side="right"))
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def _with_logprobs(logits: Floats, token: int, alternatives: int) -> Choice:
+    best = float(logits.max())
+    log_mass = best + float(np.log(np.exp(logits - best, dtype=np.float64).sum()))
+    top: tuple[TokenLogprob, ...] = ()
+    if alternatives:
+        likeliest = _candidates(logits, best, SamplingParams(top_k=alternatives))
+        top = tuple(TokenLogprob(int(each), float(logits[each]) - log_mass) for each in likeliest)
+    return Choice(token, float(logits[token]) - log_mass, top)
