@@ -1,0 +1,45 @@
+"""Health pages, in three strengths. None of them touches an engine, so a frozen worker cannot hang a probe.
+
+* ``/livez``: the daemon answers.
+* ``/health``: it would take a request: not draining, and a model is there to serve it, even if its worker is being
+  replaced right now.
+* ``/readyz``: every model can serve at once.
+"""
+
+from __future__ import annotations
+
+from quart import Blueprint
+from quart.wrappers import Response
+
+from superfluidd.daemon.service import Service
+from superfluidd.http.body import json_reply
+
+
+def blueprint(service: Service) -> Blueprint:
+    """The routes."""
+    routes = Blueprint("health", __name__)
+
+    @routes.get("/livez")
+    async def livez() -> Response:
+        return json_reply({"status": "ok"})
+
+    @routes.get("/health")
+    async def health() -> Response:
+        states = [model.state for model in service.models.values()]
+        loaded = sum(state in ("ready", "recovering") for state in states)
+        if service.draining:
+            status = "draining"
+        elif loaded:
+            status = "ok"
+        else:
+            status = "loading" if "loading" in states else "failed"
+        record: dict[str, object] = {"status": status, "models_loaded": loaded, "models_known": len(states)}
+        return json_reply(record, 200 if status == "ok" else 503)
+
+    @routes.get("/readyz")
+    async def readyz() -> Response:
+        states = {model.name: model.state for model in service.models.values()}
+        status = "draining" if service.draining else "ready" if service.ready else "not ready"
+        return json_reply({"status": status, "models": states}, 200 if service.ready else 503)
+
+    return routes

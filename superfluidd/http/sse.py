@@ -1,0 +1,103 @@
+"""A stream of events as server-sent events.
+
+The generator holds no cancel scope and no nursery across a ``yield``: waits are bounded inside, helpers live in the
+request's lifetime.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import trio
+from quart_trio.wrappers import TrioResponse
+
+from superfluidd.daemon.streams import Delta, Done, Pause, Usage
+from superfluidd.errors import SuperfluidError
+from superfluidd.http import errors
+from superfluidd.http.generate import Source
+from superfluidd.http.replies import Writer
+
+log = logging.getLogger("superfluidd.http")
+
+DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+PAUSED = b": paused\n\n"
+
+SILENCE = 10.0
+"""Seconds without a byte after which a comment goes out, so that nothing in between gives the connection up."""
+
+PAUSED_SILENCE = 2.0
+"""The same while every unfinished choice is paused."""
+
+Totals = Callable[[Sequence[Usage]], Usage]
+
+
+async def frames(source: Source, writer: Writer, choices: int, totals: Totals) -> AsyncGenerator[bytes, None]:
+    """The body of a streaming reply.
+
+    Args:
+        source: events of all choices.
+        writer: what they look like.
+        choices: how many there are, over all prompts.
+        totals: the request's usage from the choices' usages.
+
+    Error handling: a choice that fails ends the whole stream with an error frame, since headers and status are gone;
+    so does a fault of ours, which is also logged.
+    """
+    usages: list[Usage] = [Usage(0, 0)] * choices
+    try:
+        opening = b"".join([writer.opening(choice) for choice in range(choices)])
+        if opening:
+            yield opening
+        open_choices = set(range(choices))
+        paused: set[int] = set()
+        while open_choices:
+            item = None
+            with trio.move_on_after(PAUSED_SILENCE if paused == open_choices else SILENCE):
+                item = await source.next()
+            if item is None:
+                yield PAUSED if paused == open_choices else WAITING
+                continue
+            choice, event = item
+            if isinstance(event, Delta):
+                paused.discard(choice)
+                yield writer.delta(choice, event)
+            elif isinstance(event, Done):
+                error = errors.failure(event)
+                usages[choice] = event.usage
+                if error is not None:
+                    yield _error_frame(error)
+                    break
+                open_choices.discard(choice)
+                paused.discard(choice)
+                yield writer.finish(choice, event.reason)
+            elif isinstance(event, Pause):
+                paused.add(choice)
+                yield PAUSED
+            else:
+                paused.discard(choice)
+        else:
+            last = writer.usage(totals(usages))
+            if last:
+                yield last
+    except Exception:
+        log.exception("a stream failed after it had opened")
+        yield _error_frame(SuperfluidError("the server failed in the middle of this reply; its log has the cause"))
+    yield DONE
+
+
+def response(body: AsyncGenerator[bytes, None]) -> TrioResponse:
+    """A response that streams for as long as it takes."""
+    reply = TrioResponse(
+        body,
+        content_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+    # Quart's default would cut every stream after a minute, without a word.
+    reply.timeout = None
+    return reply
+
+
+def _error_frame(error: SuperfluidError) -> bytes:
+    return b"data: " + errors.encode(error) + b"\n\n"
