@@ -1,4 +1,4 @@
-"""Model files to load specs, before anything is bound or started: every bad file is found here, with its own message."""
+"""Model files to load specs, before anything is bound: every bad file is found here, with its own message."""
 
 from __future__ import annotations
 

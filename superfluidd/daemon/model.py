@@ -18,7 +18,7 @@ from superfluidd.control.protocol import LaneView, ModelView, QueueView
 from superfluidd.daemon.streams import Generation, GenerationRequest, Usage
 from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
 from superfluidd.engine.port import EngineInfo
-from superfluidd.engine.wire import StepDone
+from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading
 from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused
 from superfluidd.scheduling.request import Request
@@ -106,6 +106,7 @@ class Model:
         self._slowest_step = 0.0
         self._interrupted = False
         self._prefilled: dict[RequestId, int] = {}
+        self._undelivered: list[tuple[TokenOut, Observed]] = []
         self._rates = (0.0, 0.0)
 
     # -- the task -------------------------------------------------------------------------------------------------
@@ -171,6 +172,7 @@ class Model:
             self._wakeup = trio.Event()
             plan = scheduler.plan(self._clock())
             if plan is None:
+                self._deliver_tokens()
                 if engine.lost:
                     return engine.lost
                 scheduler.check_integrity()
@@ -179,7 +181,7 @@ class Model:
             self._tick = plan.tick
             self._interrupted = False
             self._tick_started = self._last_step = self._clock()
-            report = await engine.tick(plan, self._on_step)
+            report = await engine.tick(plan, self._on_step, self._deliver_tokens)
             now = self._clock()
             self._tick_started = None
             self._prefilled.clear()
@@ -210,16 +212,27 @@ class Model:
             self._prefilled.update(step.prefilled)
         for out in step.tokens:
             seen = scheduler.observe(out.request, out.position, out.token, end=out.end, now=now)
-            if seen is Observed.IGNORED:
+            if seen is not Observed.IGNORED:
+                self._undelivered.append((out, seen))
+        if not step.last:
+            self._deliver_tokens()
+            self._interrupt_if_stale()
+
+    def _deliver_tokens(self) -> None:
+        """Push what has been observed to its streams. A tick's last tokens wait for the next plan to be sent: the
+        engine stands still meanwhile."""
+        undelivered, self._undelivered = self._undelivered, []
+        for out, seen in undelivered:
+            live = self._live.get(out.request)
+            if live is None:  # cancelled since it was observed, or ended by a stop text
                 continue
-            live = self._live[out.request]
             stopped = live.generation.push(out.token, logprob=out.logprob, top=out.top)
             if seen is Observed.FINISHED:
-                reason = FinishReason.STOP if stopped or out.end else FinishReason.LENGTH
-                self._end(out.request, reason)
+                self._end(out.request, FinishReason.STOP if stopped or out.end else FinishReason.LENGTH)
             elif stopped:
-                self._deliver(scheduler.finish(out.request, FinishReason.STOP))
-        self._interrupt_if_stale()
+                assert self._scheduler is not None
+                self._deliver(self._scheduler.finish(out.request, FinishReason.STOP))
+                self._interrupt_if_stale()
 
     def _interrupt_if_stale(self) -> None:
         if (
@@ -235,6 +248,7 @@ class Model:
         """The engine is gone: its lanes pause; too many losses in a row fail the model."""
         self._tick_started = None
         self._prefilled.clear()
+        self._deliver_tokens()
         self._without_good_tick += 1
         log.error("model %s: %s", self.name, loss.why)
         if self._scheduler is not None:
@@ -493,4 +507,7 @@ class Model:
             pauses=stats.pauses if stats else 0,
             prefill_tokens=stats.prefill_tokens if stats else 0,
             decode_tokens=stats.decode_tokens if stats else 0,
+            decode_rounds=stats.decode_rounds if stats else 0,
+            prefill_seconds=stats.prefill_seconds if stats else 0.0,
+            decode_seconds=stats.decode_seconds if stats else 0.0,
         )

@@ -35,6 +35,10 @@ class LoadRefused(msgspec.Struct, frozen=True):
     message: str
 
 
+def _nothing() -> None:
+    """Nothing to do."""
+
+
 class Engine(Protocol):
     """A loaded engine as the model's task sees it: a worker process, or one in process.
 
@@ -46,8 +50,11 @@ class Engine(Protocol):
     pid: int
     lost: EngineLost | None
 
-    async def tick(self, plan: Plan, on_step: Callable[[wire.StepDone], None]) -> TickReport | EngineLost:
-        """Run a plan. ``on_step`` is called, synchronously, for every step as it ends."""
+    async def tick(
+        self, plan: Plan, on_step: Callable[[wire.StepDone], None], on_sent: Callable[[], None] = _nothing
+    ) -> TickReport | EngineLost:
+        """Run a plan. ``on_step`` is called, synchronously, for every step as it ends; ``on_sent`` once the plan is on
+        its way: what need not come before the engine is at work again is done there."""
 
     def interrupt(self, tick: int) -> None:
         """End that tick at the engine's next step."""
@@ -110,6 +117,7 @@ class WorkerEngine:
         self._answers: dict[int, wire.Tokenized] = {}
         self._last_call = 0
         self._closing = False
+        self._fatal = ""
 
     async def start(self, nursery: trio.Nursery, spec: wire.LoadSpec) -> WorkerEngine | LoadRefused | EngineLost:
         """Spawn the worker and load the model."""
@@ -138,6 +146,7 @@ class WorkerEngine:
         try:
             await self._greeted.wait()
         except trio.Cancelled:
+            self._closing = True
             self._kill()
             raise
         return self.lost or self._greeting or self
@@ -169,7 +178,7 @@ class WorkerEngine:
                 while self._unsent:
                     sent = await self._socket.send(memoryview(bytes(self._unsent[: 1 << 18])))
                     del self._unsent[:sent]
-        except OSError:
+        except (OSError, trio.ClosedResourceError):
             return
 
     async def _read(self) -> None:
@@ -186,7 +195,10 @@ class WorkerEngine:
         except OutOfOrder as error:
             why = f"it sent what cannot be: {error}"
         except trio.Cancelled:
-            self._kill()
+            with trio.CancelScope(shield=True):
+                self._kill()
+                await self._exit_code(5.0)
+            self._socket.close()
             raise
         await self._bury(why)
 
@@ -208,13 +220,18 @@ class WorkerEngine:
             case wire.Hello():
                 if message.protocol != wire.PROTOCOL:
                     self._greeting = LoadRefused(f"the worker speaks protocol {message.protocol}, not {wire.PROTOCOL}")
+                    self._kill()
+                try:
+                    self.vocabulary = Vocabulary(message.pieces, message.ends)
+                except ValueError as error:
+                    raise BadFrame(f"its vocabulary is broken: {error}") from error
                 self.info = message.info
-                self.vocabulary = Vocabulary(message.pieces, message.ends)
                 self._greeted.set()
             case wire.Refused():
                 self._greeting = LoadRefused(message.message)
                 self._greeted.set()
             case wire.Fatal():
+                self._fatal = message.message
                 log.error("worker %d: %s", self.pid, message.message)
 
     async def _bury(self, why: str) -> None:
@@ -226,6 +243,7 @@ class WorkerEngine:
             if code is None:
                 self._kill()
                 code = await self._exit_code(5.0)
+        why = why or self._fatal
         self.lost = EngineLost(f"worker {self.pid} {_describe(code)}" + (f": {why}" if why else ""))
         self._socket.close()
         for event in (self._greeted, self._tick_over, self._writable_wanted, *self._calls.values()):
@@ -247,14 +265,18 @@ class WorkerEngine:
 
     # -- what the model's task calls ------------------------------------------------------------------------------
 
-    async def tick(self, plan: Plan, on_step: Callable[[wire.StepDone], None]) -> TickReport | EngineLost:
+    async def tick(
+        self, plan: Plan, on_step: Callable[[wire.StepDone], None], on_sent: Callable[[], None] = _nothing
+    ) -> TickReport | EngineLost:
         """See :class:`Engine`."""
         if self.lost:
+            on_sent()
             return self.lost
         self._on_step = on_step
         self._report = None
         self._tick_over = trio.Event()
         self._post(wire.Tick(plan))
+        on_sent()
         await self._tick_over.wait()
         self._on_step = None
         return self._outcome()
@@ -273,9 +295,11 @@ class WorkerEngine:
         answered = trio.Event()
         if not self.lost:
             self._calls[call] = answered
-            self._post(wire.Tokenize(call, text, add_bos, parse_special))
             try:
+                self._post(wire.Tokenize(call, text, add_bos, parse_special))
                 await answered.wait()
+            except UnicodeEncodeError as error:
+                raise EngineFault(f"the text cannot be tokenized: {error}") from error
             finally:
                 self._calls.pop(call, None)
         answer = self._answers.pop(call, None)

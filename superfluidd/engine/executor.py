@@ -143,12 +143,25 @@ class Executor:
         taken = [seat.sequence for seat in plan.admit]
         if len(set(taken)) != len(taken) or held & (set(taken) | set(plan.free)):
             raise BadPlan(f"tick {plan.tick} uses a sequence twice")
+        outside = sorted(number for number in {*taken, *plan.free} if not 0 <= number < self._runtime.info.sequences)
+        if outside:
+            raise BadPlan(f"tick {plan.tick} names sequences {outside} that do not exist")
+        unfed = {request: len(lane.tokens) - lane.fed for request, lane in self._lanes.items()}
+        for seat in plan.admit:
+            holds = 0 if seat.sequence in plan.free else self._runtime.length(seat.sequence)
+            if holds != seat.cached:
+                raise BadPlan(f"sequence {seat.sequence} holds {holds} tokens, not {seat.cached}")
+            unfed[seat.request] = len(seat.tokens) - seat.cached
+            if unfed[seat.request] < 1:
+                raise BadPlan(f"request {seat.request} has no token left to feed")
         for chunk in plan.prefill:
-            lane = self._lanes.get(chunk.request)
-            if lane is not None and chunk.tokens > len(lane.tokens) - lane.fed:
+            unfed[chunk.request] -= chunk.tokens
+            if chunk.tokens < 1 or unfed[chunk.request] < 0:
                 raise BadPlan(
                     f"tick {plan.tick} feeds {chunk.tokens} tokens of request {chunk.request}, which has fewer"
                 )
+        if plan.prefill and plan.step_tokens < 1:
+            raise BadPlan(f"tick {plan.tick} feeds {plan.step_tokens} tokens a step")
 
     def _seat(self, plan: Plan) -> str:
         """Retire, free and admit. A reason to replan, or nothing; then nothing has changed."""
@@ -162,10 +175,6 @@ class Executor:
         for sequence in plan.free:
             self._runtime.free(sequence)
         for seat in plan.admit:
-            if self._runtime.length(seat.sequence) != seat.cached:
-                raise BadPlan(
-                    f"sequence {seat.sequence} holds {self._runtime.length(seat.sequence)} tokens, not {seat.cached}"
-                )
             self._lanes[seat.request] = _Lane(
                 request=seat.request,
                 sequence=seat.sequence,
@@ -223,7 +232,6 @@ class Executor:
                 tally.prefilled[lane.request] = tally.prefilled.get(lane.request, 0) + share
                 tally.fed += share
         seconds = self._runtime.seconds() - start
-        self._threads.after_prefill(sum(share for _, share in micro), seconds)
         tally.feed_seconds += seconds
         return out
 
@@ -256,7 +264,7 @@ class Executor:
             choice: Choice = self._runtime.choose(
                 index, Draw(seat.sampling, position, lane.tokens, lane.prompt, lane.end_tokens)
             )
-        except (EngineError, ValueError, ArithmeticError) as error:
+        except (EngineError, ValueError, ArithmeticError, LookupError) as error:
             self._fault(lane, f"sampling failed: {error}", tally)
             return None
         lane.tokens.append(choice.token)

@@ -56,8 +56,11 @@ class InProcessEngine:
         self._interrupted = 0
         self._death = trio.CancelScope()
 
-    async def tick(self, plan: Plan, on_step: Callable[[StepDone], None]) -> TickReport | EngineLost:
+    async def tick(
+        self, plan: Plan, on_step: Callable[[StepDone], None], on_sent: Callable[[], None] = lambda: None
+    ) -> TickReport | EngineLost:
         """See :class:`~superfluidd.engine.client.Engine`."""
+        on_sent()
         self._death = trio.CancelScope()
         with self._death:
             steps = self._executor.run(plan, lambda: self._interrupted == plan.tick)

@@ -89,13 +89,12 @@ def _draw(scores: Floats, params: SamplingParams, number: float) -> int:
     if not np.isfinite(best):
         raise ValueError("the model produced no finite logit")
     if params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-        weights = np.exp((scores - best) / params.temperature, dtype=np.float64)
-        return _pick(np.arange(len(scores)), weights, number)
+        return _pick(np.arange(len(scores)), _weights(scores, best, params.temperature), number)
     kept = _candidates(scores, best, params)
-    weights = np.exp((scores[kept].astype(np.float64) - best) / params.temperature)
+    weights = _weights(scores[kept], best, params.temperature)
     if params.top_p < 1.0:
         mass = np.cumsum(weights)
-        whole = mass[-1] if params.top_k else _mass(scores, best, params.temperature)
+        whole = mass[-1] if params.top_k else _weights(scores, best, params.temperature).sum()
         keep = int(np.searchsorted(mass, params.top_p * whole, side="left")) + 1
         kept, weights = kept[:keep], weights[:keep]
     if params.min_p > 0.0:
@@ -107,12 +106,12 @@ def _draw(scores: Floats, params: SamplingParams, number: float) -> int:
 def _candidates(scores: Floats, best: float, params: SamplingParams) -> Ids:
     """Ids that may be drawn, likeliest first, ties by id: the top k, or all that could reach top_p."""
     wanted = params.top_k or len(scores)
-    near: Any = np.flatnonzero(scores > best - _SPAN * params.temperature)
+    near: Any = np.flatnonzero(scores >= best - _SPAN * params.temperature)
     if params.top_k and len(near) < wanted:
         near = np.flatnonzero(np.isfinite(scores))
     elif not params.top_k and params.top_p < 1.0:
-        reached = np.exp((scores[near].astype(np.float64) - best) / params.temperature).sum()
-        if reached < params.top_p * _mass(scores, best, params.temperature):
+        reached = _weights(scores[near], best, params.temperature).sum()
+        if reached < params.top_p * _weights(scores, best, params.temperature).sum():
             near = np.flatnonzero(np.isfinite(scores))
     if len(near) > wanted:
         # Everything at least as good as the k-th, so that ties are settled by id below and not by the partition.
@@ -122,8 +121,10 @@ def _candidates(scores: Floats, best: float, params: SamplingParams) -> Ids:
     return order
 
 
-def _mass(scores: Floats, best: float, temperature: float) -> float:
-    return float(np.exp((scores - best) / temperature, dtype=np.float64).sum())
+def _weights(scores: Floats, best: float, temperature: float) -> npt.NDArray[np.float64]:
+    """Probabilities as shares of the likeliest token's. In double precision, where no legal temperature is zero."""
+    with np.errstate(over="ignore"):
+        return np.exp(np.subtract(scores, best, dtype=np.float64) / temperature)
 
 
 def _pick(ids: Ids, weights: npt.NDArray[np.float64], number: float) -> int:

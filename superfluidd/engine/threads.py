@@ -1,19 +1,19 @@
 """How many compute threads the next step gets, chosen from what steps have been costing.
 
 Compute threads of one step meet at a barrier after every operation, so on a busy machine a thread that waits for a
-core makes all the others wait: two threads beside one busy neighbour are slower than one. The count that is best can
-only be measured, and it changes with the neighbours. So the executor times every decode round, and this policy
+core makes all the others wait. That is a cliff, not a slope: on two cores beside one busy process, two threads have
+measured 10 to 20 times slower than one. No static count is right, so this policy does two things:
 
-* keeps a moving average of a round's time per thread count, by number of lanes (their cost differs);
-* tries a neighbouring count now and then: rarely while the present one is as fast as it has been, soon after it has
-  become slower than it was;
-* moves when the other count was clearly faster in paired rounds, taken one after the other.
-
-Prefill follows the decision made on decode rounds, because a prefill step is too rare and too long to experiment on.
+* It leaves room at once. Cores that other processes are using (:mod:`.neighbours`) are not used for compute threads,
+  for prefill as for decode, and are taken again as soon as they are free.
+* It measures. Every decode round is timed; now and then a neighbouring count is tried for a few rounds, soon after
+  rounds have become slower than they were, rarely otherwise. A trial that is clearly slower ends after one round; a
+  count that was clearly faster is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from superfluidd.engine.port import Runtime
@@ -34,9 +34,6 @@ class ThreadPolicy(Protocol):
     def before_prefill(self, runtime: Runtime) -> None:
         """A prefill micro-batch is about to run."""
 
-    def after_prefill(self, tokens: int, seconds: float) -> None:
-        """It fed that many tokens in that time."""
-
 
 class FixedThreads:
     """Leaves the runtime's threads alone."""
@@ -52,55 +49,61 @@ class FixedThreads:
     def before_prefill(self, runtime: Runtime) -> None:
         """Nothing to do."""
 
-    def after_prefill(self, tokens: int, seconds: float) -> None:
-        """Nothing to do."""
-
 
 WARM = 1
-"""Rounds of a probe that are not counted: the first round after a change pays for the change."""
+"""Rounds of a trial that are not counted: the first round after a change pays for the change."""
 
 PROBE = 3
-"""Rounds of a probe that are."""
+"""Rounds of a trial that are."""
 
 CLEARLY = 0.94
 """A count is better if its rounds take less than this share of the present one's."""
 
-SLOWED = 1.3
-"""Rounds this many times slower than usual mean that something has changed: probe at once."""
+HOPELESS = 1.25
+"""A trial ends when a round of it takes this many times as long as the present count's do."""
 
-SOON, LATE_DOWN, LATE_UP = 16, 512, 128
-"""Rounds until the next probe: after a change, and at most, towards fewer and towards more threads. More threads are
-tried more often, because nothing else would show that the machine has become quiet again."""
+SLOWED = 2.0
+"""Rounds this many times slower than usual mean that something has changed: try fewer threads at once."""
+
+SOON, LATE = 24, 768
+"""Rounds until the next trial: after a change, and at most. Every trial in vain doubles the wait."""
+
+ROOM = 0.4
+"""Share of a core that others may use before it counts as theirs. The daemon and its clients use less."""
 
 
 class MeasuredThreads:
-    """Moves the thread count towards what has been measured to be fastest.
+    """Uses the cores that others leave, and moves from there towards what measures fastest.
 
     Args:
-        most: threads to use at most; it starts there.
+        most: threads to use at most.
+        foreign: cores that other processes are using now.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, foreign: Callable[[], float] = lambda: 0.0) -> None:
         self.current = most
         self._most = most
+        self._foreign = foreign
+        self._allowed = most
         self._applied = 0
         self._lanes = 0
         self._recent: list[float] = []
+        """Seconds of the latest rounds at the present count and number of lanes."""
         self._usual: dict[int, float] = {}
-        """Seconds per round at the present count, by number of lanes: a slow moving average."""
+        """Seconds of a round at the present count, by number of lanes: a slow moving average."""
         self._trial: int | None = None
         self._trial_times: list[float] = []
-        self._down = True
+        self._wait = SOON
         self._until = SOON
-        self._wait = {True: SOON, False: SOON}
+        self._up = False
 
     def before_round(self, runtime: Runtime, lanes: int) -> None:
         """Apply the present count, or the one on trial."""
+        self._leave_room()
         if lanes != self._lanes:
             # Rounds of different width cannot be compared: a trial under way starts over.
             self._lanes = lanes
             self._recent.clear()
-            self._trial_times.clear()
             self._trial = None
         if self._trial is None and self._until <= 0 and len(self._recent) >= PROBE:
             self._begin_trial()
@@ -110,26 +113,36 @@ class MeasuredThreads:
         """Learn from a round."""
         if self._trial is not None:
             self._trial_times.append(seconds)
-            if len(self._trial_times) == WARM + PROBE:
-                self._judge()
+            counted = self._trial_times[WARM:]
+            if counted and (len(counted) == PROBE or counted[-1] > HOPELESS * _middle(self._recent)):
+                self._judge(counted)
             return
         self._until -= 1
-        self._recent = [*self._recent[-(PROBE + 1) :], seconds]
+        self._recent = [*self._recent[-PROBE:], seconds]
         usual = self._usual.get(lanes)
         if usual is not None and len(self._recent) > PROBE and _middle(self._recent) > SLOWED * usual:
-            self._until = 0
             self._usual[lanes] = _middle(self._recent)
-            self._wait = {True: SOON, False: SOON}
-            self._down = True
+            self._wait, self._until, self._up = SOON, 0, False
         else:
             self._usual[lanes] = seconds if usual is None else 0.95 * usual + 0.05 * seconds
 
     def before_prefill(self, runtime: Runtime) -> None:
-        """Prefill uses the present count."""
+        """Prefill steps are too few and too long to experiment on: they use the present count."""
+        self._leave_room()
         self._apply(runtime, self.current)
 
-    def after_prefill(self, tokens: int, seconds: float) -> None:
-        """Prefill steps are too few to learn from."""
+    def _leave_room(self) -> None:
+        allowed = max(1, self._most - int(self._foreign() + 1 - ROOM))
+        if allowed != self._allowed:
+            self._allowed = allowed
+            self._settle_on(allowed)
+
+    def _settle_on(self, count: int) -> None:
+        self.current = count
+        self._trial = None
+        self._recent.clear()
+        self._usual.clear()
+        self._wait = self._until = SOON
 
     def _apply(self, runtime: Runtime, count: int) -> None:
         if count != self._applied:
@@ -137,34 +150,27 @@ class MeasuredThreads:
             self._applied = count
 
     def _begin_trial(self) -> None:
-        if self._down and self.current == 1:
-            self._down = False
-        elif not self._down and self.current == self._most:
-            self._down = True
-        other = self.current - 1 if self._down else self.current + 1
-        if 1 <= other <= self._most:
+        """Try the next count down or up, in turn. Never more than others leave room for."""
+        if self._up and self.current >= self._allowed:
+            self._up = False
+        elif not self._up and self.current == 1:
+            self._up = True
+        other = self.current + 1 if self._up else self.current - 1
+        if 1 <= other <= self._allowed:
             self._trial = other
             self._trial_times = []
         else:
-            self._until = LATE_DOWN
+            self._until = LATE
 
-    def _judge(self) -> None:
-        other = _middle(self._trial_times[WARM:])
-        present = _middle(self._recent)
+    def _judge(self, times: list[float]) -> None:
         assert self._trial is not None
-        if other < CLEARLY * present:
-            self.current = self._trial
-            self._usual = {self._lanes: other}
-            self._recent = self._trial_times[WARM:]
-            self._wait = {True: SOON, False: SOON}
-            self._until = SOON
-        else:
-            self._wait[self._down] = min(2 * self._wait[self._down], LATE_DOWN if self._down else LATE_UP)
-            self._until = self._wait[self._down]
-            if 1 < self.current < self._most:
-                self._down = not self._down
+        if len(times) == PROBE and _middle(times) < CLEARLY * _middle(self._recent):
+            self._settle_on(self._trial)
+            return
         self._trial = None
-        self._trial_times = []
+        self._wait = min(2 * self._wait, LATE)
+        self._until = self._wait
+        self._up = not self._up
 
 
 def _middle(times: list[float]) -> float:

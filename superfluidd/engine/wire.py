@@ -130,11 +130,15 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
-    """A step ended: the tokens it produced, and prompt tokens fed so far in this tick per lane."""
+    """A step ended: the tokens it produced, and prompt tokens fed so far in this tick per lane.
+
+    ``last``: the tick's report follows at once, so whoever receives it may plan first and deliver after.
+    """
 
     tick: int
     tokens: tuple[TokenOut, ...]
     prefilled: tuple[tuple[RequestId, int], ...] = ()
+    last: bool = False
 
 
 class TickDone(msgspec.Struct, frozen=True, tag="tick_done"):

@@ -25,6 +25,7 @@ from superfluidd import logs
 from superfluidd.engine import wire
 from superfluidd.engine.executor import Executor
 from superfluidd.engine.framing import BadFrame, FrameDecoder, FrameEncoder
+from superfluidd.engine.neighbours import Neighbours
 from superfluidd.engine.port import EngineError, LoadFailed, Runtime
 from superfluidd.engine.threads import FixedThreads, MeasuredThreads
 from superfluidd.scheduling.plan import Plan
@@ -118,7 +119,8 @@ class _Worker:
         pieces, ends = Vocabulary.pack(runtime.pieces())
         self._send(wire.Hello(wire.PROTOCOL, os.getpid(), runtime.info, pieces, ends))
         threading.Thread(target=self._tokenize, args=(runtime,), name="tokenizer", daemon=True).start()
-        threads = FixedThreads() if runtime.info.threads == 0 else MeasuredThreads(runtime.info.threads)
+        most = runtime.info.threads
+        threads = MeasuredThreads(most, Neighbours().cores) if most else FixedThreads()
         executor = Executor(runtime, threads)
         while True:
             message = self._work.get()
@@ -130,8 +132,9 @@ class _Worker:
         """Run a plan and stream its steps, a few fast ones to a frame.
 
         Waking the daemon for every token of a fast model takes the core away that a compute thread is waiting for;
-        so tokens leave at once only when someone waits for them (a first token, a last one) and otherwise when the
-        oldest is FLUSH_SECONDS old. A round of a slower model takes longer than that and leaves as it ends.
+        so tokens leave at once only when someone waits for them (a first token, a last one) or a prefill step may be
+        next, and otherwise once FLUSH_SECONDS have passed since tokens last left. A round of a slower model takes
+        longer than that and leaves as it ends.
         """
         steps = executor.run(plan, lambda: self._interrupted == plan.tick)
         held: list[wire.TokenOut] = []
@@ -140,16 +143,15 @@ class _Worker:
             try:
                 step = next(steps)
             except StopIteration as end:
-                last = [wire.StepDone(plan.tick, tuple(held))] if held else []
+                last = [wire.StepDone(plan.tick, tuple(held), last=True)] if held else []
                 self._send(*last, wire.TickDone(end.value))
                 return
-            if not held:
-                since = time.monotonic()
             held += step.tokens
-            urgent = step.prefilled or any(token.end for token in step.tokens)
+            urgent = plan.prefill or any(token.end for token in step.tokens)
             if urgent or time.monotonic() - since >= FLUSH_SECONDS:
                 self._send(wire.StepDone(plan.tick, tuple(held), step.prefilled))
                 held.clear()
+                since = time.monotonic()
 
     def _tokenize(self, runtime: Runtime) -> None:
         while True:

@@ -42,6 +42,9 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("pauses", "pauses", "Times a running request lost its lane."),
     ("prefill_tokens", "prefill_tokens", "Prompt tokens fed to the engine."),
     ("decode_tokens", "decode_tokens", "Tokens generated."),
+    ("decode_rounds", "decode_rounds", "Decode rounds run."),
+    ("prefill_seconds", "prefill_seconds", "Time the engine spent on prefill, seconds."),
+    ("decode_seconds", "decode_seconds", "Time the engine spent on decode rounds, seconds."),
 )
 
 _STATES = ("loading", "ready", "recovering", "failed")

@@ -59,7 +59,10 @@ class Statistics(msgspec.Struct, frozen=True):
     pauses: int
     replans: int
     prefill_tokens: int
+    prefill_seconds: float
     decode_tokens: int
+    decode_rounds: int
+    decode_seconds: float
     lanes: int
     lanes_busy: int
     queued: dict[QosClass, int]
@@ -97,7 +100,10 @@ class Scheduler:
         self._replans = 0
         self._finished = dict.fromkeys(FinishReason, 0)
         self._prefill_tokens = 0
+        self._prefill_seconds = 0.0
         self._decode_tokens = 0
+        self._decode_rounds = 0
+        self._decode_seconds = 0.0
         self._cells_used = 0
         self._threads = 0
 
@@ -313,6 +319,9 @@ class Scheduler:
         self._cells_used = report.cells_used
         self._threads = report.timing.threads or self._threads
         self._rates = self._rates.updated(report.timing)
+        self._prefill_seconds += report.timing.prefill_seconds
+        self._decode_rounds += report.timing.decode_rounds
+        self._decode_seconds += report.timing.decode_seconds
         effects: list[Effect] = [Admitted(admitted.request) for admitted in plan.admit]
         for fault in report.faults:
             effects += self.finish(fault.request, FinishReason.ERROR, fault.message)
@@ -428,7 +437,10 @@ class Scheduler:
             pauses=self._pauses,
             replans=self._replans,
             prefill_tokens=self._prefill_tokens,
+            prefill_seconds=self._prefill_seconds,
             decode_tokens=self._decode_tokens,
+            decode_rounds=self._decode_rounds,
+            decode_seconds=self._decode_seconds,
             lanes=self.limits.lanes,
             lanes_busy=len(self._seats),
             queued=self._queues.depths(),

@@ -17,6 +17,7 @@ import llama_cpp
 import numpy as np
 
 from superfluidd.engine import sampling
+from superfluidd.engine.neighbours import usable_cores
 from superfluidd.engine.port import Choice, Draw, EngineInfo, Feed, LoadFailed, OutOfCells, StepFailed
 from superfluidd.engine.wire import LoadSpec
 
@@ -93,7 +94,7 @@ class LlamaCppRuntime:
         most = llama_cpp.llama_max_parallel_sequences()
         if spec.lanes > most:
             raise LoadFailed(f"this llama.cpp runs at most {most} sequences; lower --max-batch from {spec.lanes}")
-        threads = spec.threads or os.cpu_count() or 1
+        threads = spec.threads or usable_cores()
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = spec.cells if shared else spec.window * spec.lanes
         params.n_batch = N_BATCH
@@ -115,7 +116,7 @@ class LlamaCppRuntime:
     def _describe(self, spec: LoadSpec, shared: bool, threads: int) -> EngineInfo:
         model, vocab = self._model, self._vocab
         layout: Literal["shared", "per-sequence"] = "shared" if shared else "per-sequence"
-        cells = llama_cpp.llama_n_ctx(self._context)
+        cells = min(spec.cells, llama_cpp.llama_n_ctx(self._context)) if shared else 0
         window = min(spec.window, cells if shared else llama_cpp.llama_n_ctx_seq(self._context))
         self._swa = llama_cpp.llama_model_n_swa(model)
         recurrent = llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
@@ -127,7 +128,7 @@ class LlamaCppRuntime:
             architecture=self._meta("general.architecture"),
             description=_text_of(lambda buffer, size: llama_cpp.llama_model_desc(model, buffer, size)),
             layout=layout,
-            cells=min(spec.cells, cells) if shared else window * spec.lanes,
+            cells=cells if shared else window * spec.lanes,
             sequences=spec.lanes,
             window=window,
             trained_context=llama_cpp.llama_model_n_ctx_train(model),

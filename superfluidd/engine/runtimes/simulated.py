@@ -49,6 +49,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+_DRAWN = {END_OF_TURN, HALF, *_WORD_IDS.values()}
+"""Tokens that a hash can choose."""
+
 _MASK = (1 << 61) - 1
 _END_ONE_IN = 128
 
@@ -120,9 +123,11 @@ class SimulatedRuntime:
         if self.info.layout == "shared" and self.cells_used() + total > self.info.cells:
             raise OutOfCells(f"{total} more tokens do not fit beside {self.cells_used()} in {self.info.cells} cells")
         for feed in feeds:
+            held = len(self._sequences[feed.sequence])
+            if feed.start != held or feed.start + len(feed.tokens) > self.info.window:
+                raise OutOfCells(f"sequence {feed.sequence} holds {held} of {self.info.window} tokens")
+        for feed in feeds:
             hashes = self._sequences[feed.sequence]
-            if feed.start != len(hashes) or feed.start + len(feed.tokens) > self.info.window:
-                raise OutOfCells(f"sequence {feed.sequence} holds {len(hashes)} of {self.info.window} tokens")
             state = hashes[-1] if hashes else 7
             for token in feed.tokens:
                 state = (state * 1_000_003 + token + 1) & _MASK
@@ -155,8 +160,11 @@ class SimulatedRuntime:
         return Choice(candidates[0], *self._logprobs(candidates, params.logprobs))
 
     def _candidates(self, key: int, banned: set[int], count: int) -> list[int]:
+        allowed = len(_DRAWN - banned)
+        if not allowed:
+            raise ValueError("every token this engine draws is forbidden")
         found: list[int] = []
-        while len(found) < count:
+        while len(found) < min(count, allowed):
             key = ((key ^ (key >> 29)) * 0xBF58476D1CE4E5B9 + 1) & _MASK
             token = END_OF_TURN if (key >> 7) % _END_ONE_IN == 0 else HALF if (key >> 7) % 97 == 0 else None
             token = _FIRST_WORD + (key >> 17) % len(_WORDS) if token is None else token
