@@ -79,7 +79,8 @@ class ModelView(msgspec.Struct, frozen=True):
         decode_rate: tokens per second of the last second of decoding; ``prefill_rate`` likewise.
         threads: compute threads in use; ``worker_pid``: 0 when in process.
         submitted: requests ever queued; ``finished``: requests ended, by finish reason; ``pauses``: lanes lost.
-        prefill_tokens, decode_tokens: prompt tokens fed and tokens generated, ever.
+        prefill_tokens, decode_tokens: prompt tokens fed and tokens generated, ever; ``prefill_seconds``,
+            ``decode_seconds``: time the engine spent on it, in ``decode_rounds`` rounds.
     """
 
     name: str
@@ -106,10 +107,13 @@ class ModelView(msgspec.Struct, frozen=True):
     worker_pid: int
     respawns: int
     submitted: int = 0
-    finished: dict[str, int] = {}  # noqa: RUF012 - msgspec copies it
+    finished: dict[str, int] = {}
     pauses: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    decode_rounds: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 class StatusResult(msgspec.Struct, frozen=True):
@@ -203,6 +207,18 @@ class ErrorBody(msgspec.Struct, frozen=True, omit_defaults=True):
     code: int
     message: str
     data: str = ""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A JSON-RPC 2.0 response: exactly one of ``result`` and ``error``.
+
+    ``id`` is the request's, or null where that could not be told.
+    """
+
+    jsonrpc: Literal["2.0"] = "2.0"
+    id: int | str | None = None
+    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: ErrorBody | msgspec.UnsetType = msgspec.UNSET
 
 
 PARSE_ERROR = -32700

@@ -1,0 +1,1 @@
+"""The verbs, a module per family."""

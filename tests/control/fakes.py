@@ -1,0 +1,108 @@
+"""A stand-in for the daemon's service, and records to fill it with."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import trio
+
+from superfluidd.control.protocol import LaneView, ModelView, QueueView, StatusResult
+from superfluidd.daemon.service import Service
+from superfluidd.errors import UnknownRequest
+
+LANE = LaneView(
+    model="m",
+    lane=0,
+    request=7,
+    origin="req-7",
+    qos="agent",
+    phase="decode",
+    prompt=1200,
+    prefilled=1230,
+    generated=30,
+    max_tokens=128,
+    cells=1328,
+    age=12.34,
+    ttft=0.34,
+)
+WAITING = QueueView(
+    model="m",
+    request=8,
+    origin="req-8",
+    qos="background",
+    position=1,
+    prompt=10,
+    generated=0,
+    waited=65.0,
+    why="a lane",
+)
+MODEL = ModelView(
+    name="m",
+    path="/models/m.gguf",
+    state="ready",
+    error="",
+    engine="simulated 1",
+    architecture="simulated",
+    layout="per-sequence",
+    window=2048,
+    lanes=8,
+    lanes_busy=2,
+    queued=1,
+    cells=16384,
+    cells_promised=4096,
+    cells_used=1230,
+    ticks=9,
+    tick_seconds=0.04,
+    silent_seconds=0.012,
+    stalled=False,
+    decode_rate=45.14,
+    prefill_rate=1234.5,
+    threads=2,
+    worker_pid=4243,
+    respawns=0,
+)
+STATUS = StatusResult(
+    version="0.1.0",
+    pid=4242,
+    uptime=11520.0,
+    http="127.0.0.1:8453",
+    socket="/run/user/1000/superfluidd/control.sock",
+    draining=False,
+    models=(MODEL,),
+)
+
+
+class FakeService:
+    """Answers with the records above; ``idle`` decides when a drain has waited long enough."""
+
+    def __init__(self) -> None:
+        self.drained = False
+        self.cancelled: list[str] = []
+        self.idle = trio.Event()
+
+    def status(self) -> StatusResult:
+        return STATUS
+
+    def lanes(self) -> tuple[LaneView, ...]:
+        return (LANE,)
+
+    def queue(self) -> tuple[QueueView, ...]:
+        return (WAITING,)
+
+    def cancel(self, ident: str) -> tuple[int, ...]:
+        if ident == "bug":
+            raise ZeroDivisionError
+        if ident != "7":
+            raise UnknownRequest(f"no request {ident}")
+        self.cancelled.append(ident)
+        return (7,)
+
+    def drain(self) -> None:
+        self.drained = True
+
+    async def wait_idle(self) -> None:
+        await self.idle.wait()
+
+    def as_service(self) -> Service:
+        """For the type checker."""
+        return cast("Service", cast("Any", self))
