@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,17 +106,23 @@ def _first(group: BaseExceptionGroup[StartupError]) -> StartupError:
     return error
 
 
+def _sfctl() -> str:
+    """How to call sfctl from the user's shell: by name if the shell would find ours."""
+    ours = Path(sys.executable).with_name("sfctl")
+    return "sfctl" if shutil.which("sfctl") == str(ours) or not ours.exists() else str(ours)
+
+
 def _announce(service: Service, loaded: list[Loaded]) -> None:
     """The ready line, with what to try next."""
     url = f"http://{service.http}"
     names = ", ".join(f"{one.name} ({one.summary})" for one in loaded)
     body = (
         '{"messages":[{"role":"system","content":"You are a helpful assistant."},'
-        '{"role":"user","content":"What is the capital of France?"}]}'
+        '{"role":"user","content":"What is the capital of France?"}],"temperature":0}'
     )
     print(
         f"\nready: {names} on {url}/v1\n"
         f"  try:   curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
-        f"  watch: sfctl --socket {service.socket} lanes\n",
+        f"  watch: {_sfctl()} --socket {service.socket} lanes\n",
         flush=True,
     )

@@ -137,7 +137,8 @@ class Model:
                         self._lost(await self._crank(engine))
                     finally:
                         self._engine = None
-                        await engine.close(CLOSE_GRACE)
+                        with trio.CancelScope(shield=True):  # bounded by the grace
+                            await engine.close(CLOSE_GRACE)
                 nursery.cancel_scope.cancel()
             if self.state == "failed":
                 if not started:

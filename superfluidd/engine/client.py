@@ -189,7 +189,8 @@ class WorkerEngine:
                 for message in decoder.feed(data):
                     self._receive(message)
         except OSError as error:
-            why = str(error)
+            # A process that dies with unread data resets the link: its exit code says more.
+            log.debug("the link to worker %d broke: %s", self.pid, error)
         except BadFrame as error:
             why = f"it sent a bad frame: {error}"
         except OutOfOrder as error:
@@ -253,11 +254,11 @@ class WorkerEngine:
             self._on_lost()
 
     async def _exit_code(self, seconds: float) -> int | None:
-        with trio.move_on_after(seconds):
-            while (code := self._process.poll()) is None:  # noqa: ASYNC110 - the exit of a process is no event
-                await trio.sleep(0.01)
-            return code
-        return None
+        """Its exit code, once it has one; None if it has none in time. A process that ends is no event to wait for."""
+        deadline = trio.current_time() + seconds
+        while (code := self._process.poll()) is None and trio.current_time() < deadline:  # noqa: ASYNC110 - see above
+            await trio.sleep(0.01)
+        return code
 
     def _kill(self) -> None:
         if self._process.poll() is None:

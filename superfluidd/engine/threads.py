@@ -150,13 +150,18 @@ class MeasuredThreads:
             self._applied = count
 
     def _begin_trial(self) -> None:
-        """Try the next count down or up, in turn. Never more than others leave room for."""
+        """Try fewer and more threads in turn. Never more than others leave room for.
+
+        With many threads one more or less makes no clear difference, and one less than too many is still too many:
+        so half of them is tried below, and from there the way up goes by quarters.
+        """
         if self._up and self.current >= self._allowed:
             self._up = False
         elif not self._up and self.current == 1:
             self._up = True
-        other = self.current + 1 if self._up else self.current - 1
-        if 1 <= other <= self._allowed:
+        more = min(self.current + max(1, self.current // 4), self._allowed)
+        other = more if self._up else (self.current + 1) // 2
+        if 1 <= other != self.current:
             self._trial = other
             self._trial_times = []
         else:

@@ -73,6 +73,8 @@ class _Worker:
         self._work: queue.SimpleQueue[wire.Load | wire.Tick | wire.Shutdown] = queue.SimpleQueue()
         self._texts: queue.SimpleQueue[wire.Tokenize] = queue.SimpleQueue()
         self._interrupted = 0
+        self._ending = False
+        self._vocabulary_lock = threading.Lock()
 
     def run(self) -> int:
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -94,7 +96,8 @@ class _Worker:
             self._send(wire.Fatal(f"{type(error).__name__}: {error}"))
             return 1
         finally:
-            runtime.close()
+            with self._vocabulary_lock:  # a text may be on its way through the vocabulary
+                runtime.close()
 
     def _load(self, spec: wire.LoadSpec) -> Runtime:
         last = -1.0
@@ -110,8 +113,10 @@ class _Worker:
 
             return SimulatedRuntime(spec, pace=time.sleep)
         if spec.runtime == "llamacpp":
-            from superfluidd.engine.runtimes.llamacpp import LlamaCppRuntime
-
+            try:
+                from superfluidd.engine.runtimes.llamacpp import LlamaCppRuntime
+            except (ImportError, OSError) as error:
+                raise LoadFailed(f"llama-cpp-python cannot be loaded ({error}); install it again") from error
             return LlamaCppRuntime(spec, progress)
         raise LoadFailed(f"this worker knows no engine called {spec.runtime!r}")
 
@@ -136,7 +141,8 @@ class _Worker:
         next, and otherwise once FLUSH_SECONDS have passed since tokens last left. A round of a slower model takes
         longer than that and leaves as it ends.
         """
-        steps = executor.run(plan, lambda: self._interrupted == plan.tick)
+        steps = executor.run(plan, lambda: self._ending or self._interrupted == plan.tick)
+        granted, fed = sum(chunk.tokens for chunk in plan.prefill), 0
         held: list[wire.TokenOut] = []
         since = time.monotonic()
         while True:
@@ -147,7 +153,9 @@ class _Worker:
                 self._send(*last, wire.TickDone(end.value))
                 return
             held += step.tokens
-            urgent = plan.prefill or any(token.end for token in step.tokens)
+            if step.prefilled:
+                fed = sum(tokens for _, tokens in step.prefilled)
+            urgent = step.prefilled or fed < granted or any(token.end for token in step.tokens)
             if urgent or time.monotonic() - since >= FLUSH_SECONDS:
                 self._send(wire.StepDone(plan.tick, tuple(held), step.prefilled))
                 held.clear()
@@ -157,7 +165,8 @@ class _Worker:
         while True:
             call = self._texts.get()
             try:
-                tokens = runtime.tokenize(call.text, add_bos=call.add_bos, parse_special=call.parse_special)
+                with self._vocabulary_lock:
+                    tokens = runtime.tokenize(call.text, add_bos=call.add_bos, parse_special=call.parse_special)
                 self._send(wire.Tokenized(call.call, tuple(tokens)))
             except (EngineError, ValueError, MemoryError) as error:
                 self._send(wire.Tokenized(call.call, (), f"{type(error).__name__}: {error}"))
@@ -170,6 +179,9 @@ class _Worker:
                     match message:
                         case wire.Interrupt():
                             self._interrupted = message.tick
+                        case wire.Shutdown():
+                            self._ending = True
+                            self._work.put(message)
                         case wire.Tokenize():
                             self._texts.put(message)
                         case _:
