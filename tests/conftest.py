@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from superfluidd.config import Settings
 from superfluidd.daemon.model import Model
@@ -55,6 +56,8 @@ def simulated() -> Simulated:
 @pytest.fixture
 async def service(nursery: trio.Nursery, autojump_clock: Any, simulated: Simulated) -> AsyncIterator[Service]:
     """A service with one model called ``simulated``, on virtual time."""
+    clock = trio.lowlevel.current_clock()
+    assert isinstance(clock, MockClock), "pytest-trio takes a clock from the test's own arguments: add autojump_clock"
     model = Model("simulated", "", simulated.start, itertools.count(1))
     await nursery.start(model.run)
     yield Service(Settings(engine="simulated", temperature=0.0), {"simulated": model})
