@@ -9,7 +9,7 @@ lowest id. Log-probabilities are of the model's own distribution, before any of 
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,14 @@ PENALTY_WINDOW = 64
 _MASK = (1 << 64) - 1
 _SPAN = 18.0
 """Tokens this many natural-log units below the likeliest weigh less than 2e-8 of it: looked at only if needed."""
+
+
+_NEAR = (6.0, 12.0)
+"""Where the top k are looked for, natural-log units below the likeliest: usually within the first."""
+
+
+_FEW = 128
+"""Up to this top_k the candidates are handled one by one."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -45,30 +53,48 @@ def choose(logits: Floats, draw: Draw) -> Choice:
     """Draw one token.
 
     Args:
-        logits: float32, one per vocabulary entry; not changed.
+        logits: float32, one per vocabulary entry; as it was when this returns.
         draw: what the draw depends on.
 
     Raises:
         ValueError: the logits hold no finite number.
     """
     params = draw.params
-    scores = _adjust(logits, draw)
-    if params.temperature <= 0:
-        token = int(scores.argmax())
-        if not np.isfinite(scores[token]):
-            raise ValueError("the model produced no finite logit")
+    if _changes_many(params):
+        token = _token(_adjust(logits, draw), draw)
+    elif params.ignore_eos:
+        # The common case in which only a few entries change: put them back instead of copying a vocabulary.
+        ends = list(draw.end_tokens)
+        before = logits[ends]
+        logits[ends] = -np.inf
+        try:
+            token = _token(logits, draw)
+        finally:
+            logits[ends] = before
     else:
-        token = _draw(scores, params, uniform(params.seed, draw.position))
+        token = _token(logits, draw)
     if params.logprobs is None:
         return Choice(token)
     return _with_logprobs(logits, token, params.logprobs)
 
 
+def _token(scores: Floats, draw: Draw) -> int:
+    params = draw.params
+    if params.temperature > 0:
+        return _draw(scores, params, uniform(params.seed, draw.position))
+    token = int(scores.argmax())
+    if not np.isfinite(scores[token]):
+        raise ValueError("the model produced no finite logit")
+    return token
+
+
+def _changes_many(params: SamplingParams) -> bool:
+    penalised = params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return bool(params.logit_bias) or penalised
+
+
 def _adjust(logits: Floats, draw: Draw) -> Floats:
     params = draw.params
-    penalised = params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not (params.logit_bias or params.ignore_eos or penalised):
-        return logits
     scores = logits.copy()
     for token, bias in params.logit_bias:
         scores[token] = -np.inf if bias <= -100 else scores[token] + bias
@@ -88,6 +114,8 @@ def _draw(scores: Floats, params: SamplingParams, number: float) -> int:
     best = float(scores.max())
     if not np.isfinite(best):
         raise ValueError("the model produced no finite logit")
+    if 0 < params.top_k <= _FEW:
+        return _draw_few(scores, best, params, number)
     if params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _pick(np.arange(len(scores)), _weights(scores, best, params.temperature), number)
     kept = _candidates(scores, best, params)
@@ -105,20 +133,55 @@ def _draw(scores: Floats, params: SamplingParams, number: float) -> int:
 
 def _candidates(scores: Floats, best: float, params: SamplingParams) -> Ids:
     """Ids that may be drawn, likeliest first, ties by id: the top k, or all that could reach top_p."""
-    wanted = params.top_k or len(scores)
-    near: Any = np.flatnonzero(scores >= best - _SPAN * params.temperature)
-    if params.top_k and len(near) < wanted:
-        near = np.flatnonzero(np.isfinite(scores))
-    elif not params.top_k and params.top_p < 1.0:
+    if params.top_k:
+        near = _near(scores, best, params.top_k)
+        return near[np.argsort(-scores[near], kind="stable")][: params.top_k]
+    near = np.flatnonzero(scores >= best - _SPAN * params.temperature)
+    if params.top_p < 1.0:
         reached = _weights(scores[near], best, params.temperature).sum()
         if reached < params.top_p * _weights(scores, best, params.temperature).sum():
             near = np.flatnonzero(np.isfinite(scores))
-    if len(near) > wanted:
-        # Everything at least as good as the k-th, so that ties are settled by id below and not by the partition.
+    return near[np.argsort(-scores[near], kind="stable")]
+
+
+def _near(scores: Floats, best: float, wanted: int) -> Ids:
+    """Ids, in order, among which are the top ``wanted`` with all that tie with the last of them."""
+    for span in _NEAR:
+        near = np.flatnonzero(scores >= best - span)
+        if len(near) >= wanted:
+            break
+    else:
+        near = np.flatnonzero(np.isfinite(scores))
+    if len(near) > 2 * wanted:
         floor = np.partition(scores[near], len(near) - wanted)[len(near) - wanted]
         near = near[scores[near] >= floor]
-    order: Ids = near[np.argsort(-scores[near], kind="stable")][:wanted]
-    return order
+    return near
+
+
+def _draw_few(scores: Floats, best: float, params: SamplingParams, number: float) -> int:
+    """The same draw for a small top_k, where a call of numpy costs more than its arithmetic."""
+    near = _near(scores, best, params.top_k)
+    negatives: list[float] = (-scores[near]).tolist()
+    tokens: list[int] = near.tolist()
+    ranked = sorted(zip(negatives, tokens, strict=True))[: params.top_k]
+    weights = [math.exp((-negative - best) / params.temperature) for negative, _ in ranked]
+    if params.top_p < 1.0:
+        goal = params.top_p * sum(weights)
+        mass = 0.0
+        for count, weight in enumerate(weights, 1):
+            mass += weight
+            if mass >= goal:
+                del weights[count:]
+                break
+    if params.min_p > 0.0:
+        weights = [weight for weight in weights if weight >= params.min_p] or weights[:1]
+    goal = number * sum(weights)
+    mass = 0.0
+    for (_, token), weight in zip(ranked, weights, strict=False):
+        mass += weight
+        if mass > goal:
+            return token
+    return ranked[len(weights) - 1][1]
 
 
 def _weights(scores: Floats, best: float, temperature: float) -> npt.NDArray[np.float64]:

@@ -31,10 +31,10 @@ def choose(
     end_tokens = params.pop("end_tokens", ())
     array = floats(logits)
     before = array.copy()
-    array.setflags(write=False)
-    choice = sampling.choose(array, Draw(SamplingParams(**params), position, history, prompt, end_tokens))
-    assert np.array_equal(array, before, equal_nan=True)
-    return choice
+    try:
+        return sampling.choose(array, Draw(SamplingParams(**params), position, history, prompt, end_tokens))
+    finally:
+        assert np.array_equal(array, before, equal_nan=True)
 
 
 def drawn(logits: Sequence[float], draws: int = 400, **params: Any) -> Counter[int]:
