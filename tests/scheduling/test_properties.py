@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import msgspec
 from hypothesis import HealthCheck, currently_in_test_context, event, settings
 from hypothesis import strategies as st
@@ -11,6 +14,8 @@ from superfluidd.scheduling.plan import Finished, Plan
 from superfluidd.scheduling.scheduler import Limits, Observed, Scheduler
 from superfluidd.types import FinishReason, QosClass
 from tests.scheduling.fake_engine import FakeEngine, alone, submit
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "plans.jsonl"
 
 LIMITS = st.sampled_from(
     [
@@ -193,4 +198,10 @@ def play() -> bytes:
 def test_the_same_calls_give_the_same_plans_byte_for_byte() -> None:
     first = play()
     assert first == play()
-    assert len(first.splitlines()) > 10
+
+
+def test_the_plans_are_the_golden_ones() -> None:
+    """A change of policy shows here. If it is meant: UPDATE_GOLDEN=1 pytest tests/scheduling, and read the diff."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_bytes(play() + b"\n")
+    assert play().splitlines() == GOLDEN.read_bytes().splitlines()
