@@ -129,7 +129,7 @@ def test_a_killed_worker_is_replaced_and_the_stream_goes_on_byte_for_byte(daemon
     text = ""
     for count, chunk in enumerate(daemon.stream("tell me", **fields)):
         text += "".join(choice["text"] for choice in chunk["choices"])
-        if count in (20, 60):
+        if count in (4, 16):
             worker = daemon.worker()
             killed.append(worker.pid)
             worker.kill()
