@@ -16,6 +16,8 @@ import trio
 
 from superfluidd.control.protocol import LaneView, ModelView, QueueView
 from superfluidd.daemon.streams import Generation, GenerationRequest, Usage
+from superfluidd.daemon.views import lane_views, queue_views
+from superfluidd.daemon.watch import TickWatch
 from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
 from superfluidd.engine.port import EngineInfo
 from superfluidd.engine.wire import StepDone, TokenOut
@@ -35,9 +37,6 @@ MOST_RESPAWNS = 3
 
 CLOSE_GRACE = 3.0
 """Seconds a worker has to end when told to."""
-
-SILENT = 10.0
-"""Seconds without a step after which an engine is called stalled, or four times its slowest step if that is more."""
 
 State = Literal["loading", "ready", "recovering", "failed"]
 
@@ -100,12 +99,7 @@ class Model:
         self._idle.set()
         self._respawns = 0
         self._without_good_tick = 0
-        self._tick = 0
-        self._tick_started: float | None = None
-        self._last_step = 0.0
-        self._slowest_step = 0.0
-        self._interrupted = False
-        self._prefilled: dict[RequestId, int] = {}
+        self._watch = TickWatch()
         self._undelivered: list[tuple[TokenOut, Observed]] = []
         self._rates = (0.0, 0.0)
 
@@ -179,13 +173,10 @@ class Model:
                 scheduler.check_integrity()
                 await self._wakeup.wait()
                 continue
-            self._tick = plan.tick
-            self._interrupted = False
-            self._tick_started = self._last_step = self._clock()
+            self._watch.begin(plan.tick, self._clock())
             report = await engine.tick(plan, self._on_step, self._deliver_tokens)
             now = self._clock()
-            self._tick_started = None
-            self._prefilled.clear()
+            self._watch.end()
             if isinstance(report, EngineLost):
                 return report
             try:
@@ -207,10 +198,7 @@ class Model:
         scheduler = self._scheduler
         assert scheduler is not None
         now = self._clock()
-        self._slowest_step = max(self._slowest_step, now - self._last_step)
-        self._last_step = now
-        if step.prefilled:
-            self._prefilled.update(step.prefilled)
+        self._watch.step(step.prefilled, now)
         for out in step.tokens:
             seen = scheduler.observe(out.request, out.position, out.token, end=out.end, now=now)
             if seen is not Observed.IGNORED:
@@ -227,7 +215,15 @@ class Model:
             live = self._live.get(out.request)
             if live is None:  # cancelled since it was observed, or ended by a stop text
                 continue
-            stopped = live.generation.push(out.token, logprob=out.logprob, top=out.top)
+            try:
+                stopped = live.generation.push(out.token, logprob=out.logprob, top=out.top)
+            except Exception:
+                # Whatever is wrong with one reply's text must end that reply, not the task that serves them all.
+                log.exception("request %d: its text cannot be assembled", out.request)
+                assert self._scheduler is not None
+                self._scheduler.finish(out.request, FinishReason.ERROR)
+                self._end(out.request, FinishReason.ERROR, "the reply's text cannot be assembled", "engine_fault")
+                continue
             if seen is Observed.FINISHED:
                 self._end(out.request, FinishReason.STOP if stopped or out.end else FinishReason.LENGTH)
             elif stopped:
@@ -239,16 +235,15 @@ class Model:
         if (
             self._scheduler is not None
             and self._engine is not None
-            and not self._interrupted
+            and not self._watch.interrupted
             and self._scheduler.should_interrupt
         ):
-            self._interrupted = True
-            self._engine.interrupt(self._tick)
+            self._watch.interrupted = True
+            self._engine.interrupt(self._watch.tick)
 
     def _lost(self, loss: EngineLost) -> None:
         """The engine is gone: its lanes pause; too many losses in a row fail the model."""
-        self._tick_started = None
-        self._prefilled.clear()
+        self._watch.end()
         self._deliver_tokens()
         self._without_good_tick += 1
         log.error("model %s: %s", self.name, loss.why)
@@ -426,59 +421,25 @@ class Model:
 
     def lanes(self) -> list[LaneView]:
         """Running requests in lane order."""
-        now = self._clock()
-        return [] if self._scheduler is None else [self._lane(record, now) for record in self._scheduler.seated()]
-
-    def _lane(self, record: Request, now: float) -> LaneView:
-        assert record.lane is not None
-        return LaneView(
-            model=self.name,
-            lane=record.lane,
-            request=record.id,
-            origin=self._live[record.id].origin,
-            qos=record.qos.label,
-            phase="decode" if record.decoding else "prefill",
-            prompt=record.prompt,
-            prefilled=record.fed if record.decoding else record.fed + self._prefilled.get(record.id, 0),
-            generated=record.generated,
-            max_tokens=record.max_new,
-            cells=record.cells,
-            age=now - record.arrived,
-            ttft=None if record.first_token is None else record.first_token - record.arrived,
-        )
+        if self._scheduler is None:
+            return []
+        return lane_views(self.name, self._scheduler.seated(), self._origin, self._watch.prefilled, self._clock())
 
     def queue(self) -> list[QueueView]:
         """Waiting requests in the order they would be served."""
         if self._scheduler is None:
             return []
-        now = self._clock()
         head = "the engine" if self.state != "ready" else self._scheduler.why_waiting()
-        positions: dict[str, int] = {}
-        views: list[QueueView] = []
-        for record in self._scheduler.queued():
-            label = record.qos.label
-            positions[label] = positions.get(label, 0) + 1
-            views.append(
-                QueueView(
-                    model=self.name,
-                    request=record.id,
-                    origin=self._live[record.id].origin,
-                    qos=label,
-                    position=positions[label],
-                    prompt=record.prompt,
-                    generated=record.generated,
-                    waited=now - record.queued,
-                    why=head if not views else "its turn",
-                )
-            )
-        return views
+        return queue_views(self.name, self._scheduler.queued(), self._origin, head, self._clock())
+
+    def _origin(self, request: RequestId) -> str:
+        return self._live[request].origin
 
     def view(self) -> ModelView:
         """The model in one record."""
         now = self._clock()
         stats = None if self._scheduler is None else self._scheduler.statistics()
         info = self._info
-        silent = None if self._tick_started is None else now - self._last_step
         return ModelView(
             name=self.name,
             path=self.path,
@@ -495,9 +456,9 @@ class Model:
             cells_promised=stats.cells_promised if stats else 0,
             cells_used=stats.cells_used if stats else 0,
             ticks=stats.ticks if stats else 0,
-            tick_seconds=None if self._tick_started is None else now - self._tick_started,
-            silent_seconds=silent,
-            stalled=silent is not None and silent > max(SILENT, 4 * self._slowest_step),
+            tick_seconds=self._watch.running(now),
+            silent_seconds=self._watch.silent(now),
+            stalled=self._watch.stalled(now),
             decode_rate=self._rates[0],
             prefill_rate=self._rates[1],
             threads=stats.threads if stats else 0,

@@ -56,8 +56,9 @@ WARM = 1
 PROBE = 3
 """Rounds of a trial that are."""
 
-CLEARLY = 0.94
-"""A count is better if its rounds take less than this share of the present one's."""
+FEWER, MORE = 0.8, 0.94
+"""A count is better if its rounds take less than this share of the present one's. Fewer threads have to show it more
+clearly: beside a busy neighbour they win by a factor, and a slip costs a core until the next trial."""
 
 HOPELESS = 1.25
 """A trial ends when a round of it takes this many times as long as the present count's do."""
@@ -68,8 +69,9 @@ SLOWED = 2.0
 SOON, LATE = 24, 768
 """Rounds until the next trial: after a change, and at most. Every trial in vain doubles the wait."""
 
-ROOM = 0.4
-"""Share of a core that others may use before it counts as theirs. The daemon and its clients use less."""
+ROOM = 0.85
+"""Share of a core that others may use before it counts as theirs. A process that never waits uses all of one; clients
+and the daemon come in bursts, and less than a whole core is left to the measuring."""
 
 
 class MeasuredThreads:
@@ -169,7 +171,8 @@ class MeasuredThreads:
 
     def _judge(self, times: list[float]) -> None:
         assert self._trial is not None
-        if len(times) == PROBE and _middle(times) < CLEARLY * _middle(self._recent):
+        enough = FEWER if self._trial < self.current else MORE
+        if len(times) == PROBE and _middle(times) < enough * _middle(self._recent):
             self._settle_on(self._trial)
             return
         self._trial = None

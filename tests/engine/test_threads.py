@@ -142,7 +142,18 @@ class TestNeighbours:
 
     @pytest.mark.parametrize(
         ("most", "foreign", "count"),
-        [(2, 0.3, 2), (2, 0.5, 1), (2, 5.0, 1), (1, 1.0, 1), (4, 1.0, 3), (4, 1.5, 2), (8, 3.0, 5), (16, 15.0, 1)],
+        [
+            (2, 0.3, 2),
+            (2, 0.8, 2),
+            (2, 0.95, 1),
+            (2, 5.0, 1),
+            (1, 1.0, 1),
+            (4, 1.0, 3),
+            (4, 1.5, 3),
+            (4, 1.9, 2),
+            (8, 3.0, 5),
+            (16, 15.0, 1),
+        ],
     )
     def test_whole_cores_are_left_to_others_and_one_is_always_used(self, most: int, foreign: float, count: int) -> None:
         machine = Machine(most, free_cores(most))
