@@ -16,9 +16,12 @@ import psutil
 WINDOW = 0.25
 """Seconds between two looks at least: the kernel counts processor time in hundredths of a second."""
 
+STEADY = 1.0
+"""Seconds of use that count at once. A shorter burst, such as a client starting up, counts only if it goes on."""
+
 
 class Neighbours:
-    """Cores used by other processes, averaged since the last look.
+    """Cores that other processes have been using steadily, averaged since the last look.
 
     Args:
         busy: seconds the processors have been busy so far, by everybody; by default the system's own count.
@@ -37,6 +40,7 @@ class Neighbours:
         self._clock = clock
         self._at = clock()
         self._others = self._busy() - self._own()
+        self._latest = 0.0
         self._cores = 0.0
 
     def cores(self) -> float:
@@ -44,7 +48,9 @@ class Neighbours:
         now = self._clock()
         if now - self._at >= WINDOW:
             others = self._busy() - self._own()
-            self._cores = max(0.0, (others - self._others) / (now - self._at))
+            span, before = now - self._at, self._latest
+            self._latest = max(0.0, (others - self._others) / span)
+            self._cores = self._latest if span >= STEADY else min(self._latest, before)
             self._at, self._others = now, others
         return self._cores
 

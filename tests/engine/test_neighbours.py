@@ -45,6 +45,17 @@ def test_a_figure_stands_for_a_window() -> None:
     assert neighbours.cores() == 0.0
 
 
+def test_a_burst_counts_only_if_it_goes_on() -> None:
+    machine = Machine()
+    neighbours = machine.neighbours()
+    machine.passes(0.3, busy=0.3, own=0.0)
+    assert neighbours.cores() == 0.0
+    machine.passes(0.3, busy=0.27, own=0.0)
+    assert neighbours.cores() == pytest.approx(0.9)
+    machine.passes(0.3, busy=0.0, own=0.0)
+    assert neighbours.cores() == 0.0, "and is over at once"
+
+
 def test_rounding_of_the_kernels_counts_never_makes_it_negative() -> None:
     machine = Machine()
     neighbours = machine.neighbours()
