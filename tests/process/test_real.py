@@ -188,8 +188,8 @@ def test_a_small_shared_pool_makes_requests_wait_and_none_fail(bundled_model: Pa
             waited.append(daemon.status()["models"][0]["queued"])
             time.sleep(0.2)
         assert usages == [400] * 4
-        assert max(waited) == 2
-        assert daemon.status()["models"][0]["cells_used"] == 0
+        assert max(waited) >= 2  # more in the moment before the first two are seated
+        wait_for(lambda: daemon.status()["models"][0]["cells_used"] == 0, 10, "the empty pool")
 
 
 def test_check_says_what_would_be_served(bundled_model: Path) -> None:
