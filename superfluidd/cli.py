@@ -70,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
             if everything or option.checks:
                 metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.metavar
                 text = f"{option.help} Default: {option.default_text}.".replace("%", "%%")
-                command.add_argument(option.flag, dest=option.name, metavar=metavar, help=text)
+                if option.kind == "switch":
+                    command.add_argument(option.flag, dest=option.name, action="store_const", const="on", help=text)
+                else:
+                    command.add_argument(option.flag, dest=option.name, metavar=metavar, help=text)
     return parser
 
 

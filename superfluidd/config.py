@@ -16,10 +16,13 @@ from typing import Literal
 
 import msgspec
 
-from superfluidd.errors import UsageError
+from superfluidd.errors import InvalidValue, UsageError
+from superfluidd.scheduling.policy import Policy
+from superfluidd.scheduling.qos import format_caps, parse_caps, parse_class
+from superfluidd.types import QosClass
 
-Kind = Literal["text", "int", "float", "choice", "auto-int", "address"]
-Value = str | int | float | None
+Kind = Literal["text", "int", "float", "choice", "auto-int", "address", "switch", "class", "caps", "budget"]
+Value = str | int | float | bool | None
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -27,7 +30,8 @@ class Option(msgspec.Struct, frozen=True):
 
     Attributes:
         name: attribute of :class:`Settings`; flag, environment variable and toml key derive from it.
-        kind: how text becomes a value; ``auto-int`` accepts the word ``auto`` for None.
+        kind: how text becomes a value; ``auto-int`` accepts the word ``auto`` for None, ``budget`` a 0 below its
+            minimum; a ``switch`` takes no value on the command line.
         default: used when nothing else names one.
         help: one sentence.
         metavar: what ``--help`` calls the value.
@@ -64,6 +68,8 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def default_text(self) -> str:
         """The default as the documentation writes it."""
+        if self.kind == "switch":
+            return "on" if self.default else "off"
         if self.default is None:
             return "auto" if self.kind == "auto-int" else "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -170,6 +176,73 @@ OPTIONS: tuple[Option, ...] = (
         maximum=1.0,
     ),
     Option(
+        "http_default_qos",
+        "class",
+        "agent",
+        "QoS class of a request that names none.",
+        "CLASS",
+    ),
+    Option(
+        "no_http_qos_header",
+        "switch",
+        False,
+        "Ignore the headers with which clients choose a QoS class or batch invariance.",
+        "",
+    ),
+    Option(
+        "http_allow_batch_invariant",
+        "switch",
+        False,
+        "Let clients ask for batch-invariant lanes, which hold others up.",
+        "",
+    ),
+    Option(
+        "class_lanes",
+        "caps",
+        None,
+        "Most lanes a QoS class may hold, such as background=2,agent=6.",
+        "CLASS=N,...",
+    ),
+    Option(
+        "agent_preempts_background",
+        "switch",
+        False,
+        "Let agent requests preempt background ones, too.",
+        "",
+    ),
+    Option(
+        "starvation_ticks",
+        "int",
+        8,
+        "Ticks that a job waits before it rises by a class, and a prompt before it is fed first.",
+        minimum=1,
+        maximum=1_000_000,
+    ),
+    Option(
+        "prefill_budget",
+        "budget",
+        4096,
+        "Prompt tokens fed per tick over all lanes; 0 sizes it by what ticks take.",
+        minimum=64,
+        maximum=4096,
+    ),
+    Option(
+        "tick_decode_budget",
+        "int",
+        0,
+        "Tokens decoded per tick over all lanes; 0 lets the tick's length decide.",
+        minimum=0,
+        maximum=1_000_000,
+    ),
+    Option(
+        "tick_target_ms",
+        "int",
+        2000,
+        "Length of a tick while every lane is busy, milliseconds; at most 250 where ticks can be cut.",
+        minimum=1,
+        maximum=60_000,
+    ),
+    Option(
         "drain_timeout",
         "float",
         60.0,
@@ -224,10 +297,36 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 40
     top_p: float = 1.0
     min_p: float = 0.0
+    http_default_qos: str = "agent"
+    no_http_qos_header: bool = False
+    http_allow_batch_invariant: bool = False
+    class_lanes: str | None = None
+    agent_preempts_background: bool = False
+    starvation_ticks: int = 8
+    prefill_budget: int = 4096
+    tick_decode_budget: int = 0
+    tick_target_ms: int = 2000
     drain_timeout: float = 60.0
     stall_timeout: float = 60.0
     log_format: str = "text"
     log_level: str = "info"
+
+    @property
+    def policy(self) -> Policy:
+        """What of them is the scheduler's."""
+        return Policy(
+            starvation_ticks=self.starvation_ticks,
+            prefill_budget=self.prefill_budget,
+            decode_budget=self.tick_decode_budget,
+            tick_target=self.tick_target_ms / 1000,
+            agent_preempts_background=self.agent_preempts_background,
+        )
+
+    @property
+    def caps(self) -> dict[QosClass, int]:
+        """Most lanes by class, for the classes that have a cap."""
+        words = self.class_lanes.split(",") if self.class_lanes else []
+        return {qos: lanes for qos, lanes in parse_caps(words, self.max_batch).items() if lanes}
 
 
 def parse(option: Option, raw: object, source: str) -> Value:
@@ -248,6 +347,18 @@ def parse(option: Option, raw: object, source: str) -> Value:
         if raw not in option.choices:
             raise wrong("one of " + ", ".join(option.choices))
         return str(raw)
+    if option.kind == "switch":
+        word = str(raw).strip().lower()
+        if word not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+            raise wrong("true or false")
+        return word in ("1", "true", "yes", "on")
+    if option.kind in ("class", "caps"):
+        if not isinstance(raw, str):
+            raise wrong("a QoS class" if option.kind == "class" else "CLASS=LANES,CLASS=LANES")
+        try:
+            return parse_class(raw).label if option.kind == "class" else _caps(raw)
+        except InvalidValue as error:
+            raise UsageError(f"{source}: {error.message}", param=option.key) from None
     if option.kind == "address":
         if not isinstance(raw, str):
             raise wrong("HOST:PORT, such as 127.0.0.1:8453")
@@ -255,10 +366,12 @@ def parse(option: Option, raw: object, source: str) -> Value:
         return raw
     if option.kind == "auto-int" and raw == "auto":
         return None
-    whole = option.kind in ("int", "auto-int")
+    whole = option.kind in ("int", "auto-int", "budget")
     expected = ("a whole number" if whole else "a number") + f" from {option.minimum:g} to {option.maximum:g}"
     if option.kind == "auto-int":
         expected += ", or auto"
+    if option.kind == "budget":
+        expected += ", or 0"
     if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
         raise wrong(expected)
     try:
@@ -267,11 +380,18 @@ def parse(option: Option, raw: object, source: str) -> Value:
         raise wrong(expected) from None
     if whole and number != int(number):
         raise wrong(expected)
+    if option.kind == "budget" and number == 0:
+        return 0
     assert option.minimum is not None
     assert option.maximum is not None
     if not option.minimum <= number <= option.maximum:
         raise wrong(expected)
     return int(number) if whole else number
+
+
+def _caps(text: str) -> str:
+    """Lane caps in their canonical spelling; whether there are that many lanes is not known yet."""
+    return format_caps({qos: lanes for qos, lanes in parse_caps(text.split(","), 999_999_999).items() if lanes})
 
 
 def split_address(text: str, source: str = "--http") -> tuple[str, int]:
@@ -342,4 +462,10 @@ def load(
         if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
             raise UsageError(f"{config}: models must be a list of paths")
         models = tuple(listed)
-    return msgspec.convert({"models": models, **values}, Settings)
+    settings = msgspec.convert({"models": models, **values}, Settings)
+    if settings.class_lanes:
+        try:
+            parse_caps(settings.class_lanes.split(","), settings.max_batch)
+        except InvalidValue as error:
+            raise UsageError(f"class-lanes: {error.message}", param="class-lanes") from None
+    return settings

@@ -47,7 +47,13 @@ ROWS = (
         ("superfluidd.config",),
         (*ASYNC, *NATIVE, "psutil"),
         "the command line must answer --help and refuse a wrong flag at once",
-        ours=("superfluidd.errors",),
+        ours=(
+            "superfluidd.errors",
+            "superfluidd.types",
+            "superfluidd.scheduling",
+            "superfluidd.scheduling.policy",
+            "superfluidd.scheduling.qos",
+        ),
     ),
     Row(
         ("superfluidd.scheduling", "superfluidd.scheduling.scheduler"),

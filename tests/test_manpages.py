@@ -60,7 +60,7 @@ def flags(parser: argparse.ArgumentParser) -> set[str]:
 @pytest.mark.parametrize("option", config.OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_documented_with_its_default(option: config.Option) -> None:
     head, body = item(section(DAEMON, "OPTIONS"), option.flag)
-    assert head == f"Fl -{option.key} Ar {option.metavar}"
+    assert head == (f"Fl -{option.key}" if option.kind == "switch" else f"Fl -{option.key} Ar {option.metavar}")
     assert f"\nDefault: {option.default_text}.\n" in body
     assert f".Ev {option.variable} ,\nkey\n.Li {option.key} .\n" in body
     assert ("Also for check." in body) == option.checks

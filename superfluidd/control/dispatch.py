@@ -54,12 +54,46 @@ async def _drain(service: Service, params: protocol.DrainParams) -> msgspec.Stru
     return protocol.DrainResult(running=len(service.lanes()), queued=len(service.queue()))
 
 
+async def _explain(service: Service, params: protocol.ExplainParams) -> msgspec.Struct:
+    return protocol.ExplainResult(service.explain(params.id))
+
+
+async def _caps(service: Service, _: protocol.NoParams) -> msgspec.Struct:
+    return protocol.ClassesResult(service.classes())
+
+
+async def _set_caps(service: Service, params: protocol.SetCapsParams) -> msgspec.Struct:
+    service.set_caps(params.caps)
+    return protocol.ClassesResult(service.classes())
+
+
+async def _set_qos(service: Service, params: protocol.SetQosParams) -> msgspec.Struct:
+    requests, qos = service.set_qos(params.id, params.qos)
+    return protocol.SetQosResult(requests, qos.label)
+
+
+async def _pause(service: Service, params: protocol.ClassParams) -> msgspec.Struct:
+    service.set_class_paused(params.qos, True)
+    return protocol.ClassesResult(service.classes())
+
+
+async def _resume(service: Service, params: protocol.ClassParams) -> msgspec.Struct:
+    service.set_class_paused(params.qos, False)
+    return protocol.ClassesResult(service.classes())
+
+
 HANDLERS: Mapping[str, Handler] = {
     "status": _status,
     "lanes": _lanes,
     "queue": _queue,
     "cancel": _cancel,
     "drain": _drain,
+    "explain": _explain,
+    "caps": _caps,
+    "set_caps": _set_caps,
+    "set_qos": _set_qos,
+    "pause": _pause,
+    "resume": _resume,
 }
 """What each row of the method table does."""
 

@@ -29,6 +29,7 @@ class LaneView(msgspec.Struct, frozen=True):
         prompt, prefilled, generated, max_tokens: tokens. ``prefilled`` counts all tokens in KV while in prefill.
         cells: KV cells promised to it.
         age: seconds since it arrived; ``ttft``: seconds from arrival to first token, null before that.
+        pauses: how often it has lost a lane; ``batch_invariant``: it ticks alone.
     """
 
     model: str
@@ -44,6 +45,8 @@ class LaneView(msgspec.Struct, frozen=True):
     cells: int
     age: float
     ttft: float | None = None
+    pauses: int = 0
+    batch_invariant: bool = False
 
 
 class QueueView(msgspec.Struct, frozen=True):
@@ -81,6 +84,11 @@ class ModelView(msgspec.Struct, frozen=True):
         submitted: requests ever queued; ``finished``: requests ended, by finish reason; ``pauses``: lanes lost.
         prefill_tokens, decode_tokens: prompt tokens fed and tokens generated, ever; ``prefill_seconds``,
             ``decode_seconds``: time the engine spent on it, in ``decode_rounds`` rounds.
+        preemptions, starvation_grants: by class, of the request that lost a lane to another, or got one for having
+            waited.
+        abandoned_prefill_tokens: tokens of prefill steps that were given up in their middle.
+        prefill_budget, decode_grant: tokens the latest tick was allowed to feed and to decode.
+        cells_held: KV cells kept of preempted requests.
     """
 
     name: str
@@ -114,6 +122,12 @@ class ModelView(msgspec.Struct, frozen=True):
     decode_rounds: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    preemptions: dict[str, int] = {}
+    starvation_grants: dict[str, int] = {}
+    abandoned_prefill_tokens: int = 0
+    prefill_budget: int = 0
+    decode_grant: int = 0
+    cells_held: int = 0
 
 
 class StatusResult(msgspec.Struct, frozen=True):
@@ -137,7 +151,7 @@ class LanesResult(msgspec.Struct, frozen=True):
 
 
 class QueueResult(msgspec.Struct, frozen=True):
-    """Every waiting request, in the order it would be served."""
+    """Every waiting request, by class and place in its queue."""
 
     queue: tuple[QueueView, ...]
     schema: int = SCHEMA
@@ -170,6 +184,85 @@ class DrainResult(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
+class ClassView(msgspec.Struct, frozen=True):
+    """One class of one model: ``cap`` is the most lanes it may hold (null: no cap), ``held`` what it holds."""
+
+    model: str
+    qos: str
+    cap: int | None
+    held: int
+    queued: int
+    lanes: int
+    paused: bool
+
+
+class ClassesResult(msgspec.Struct, frozen=True):
+    """Every class of every model, as it is now: the answer of ``caps`` and of everything that changes classes."""
+
+    classes: tuple[ClassView, ...]
+    schema: int = SCHEMA
+
+
+class SetCapsParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``caps``: most lanes by class; null takes a cap away. Classes that are not named keep theirs."""
+
+    caps: dict[str, int | None]
+
+
+class ClassParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``qos``: a class, by any of its names."""
+
+    qos: str
+
+
+class SetQosParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``id``: as for ``cancel``; ``qos``: the new class."""
+
+    id: str
+    qos: str
+
+
+class SetQosResult(msgspec.Struct, frozen=True):
+    """Ids that were re-classed, and the class they are in now."""
+
+    requests: tuple[int, ...]
+    qos: str
+    schema: int = SCHEMA
+
+
+class ExplainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``id``: as for ``cancel``; a request that has ended is known for a while."""
+
+    id: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """What was decided about one request.
+
+    Attributes:
+        state: ``queued``, ``running``, ``paused`` or ``ended``.
+        now: what it is doing, or waits for, in words.
+        sentences: the decisions in words, oldest first; ``trail``: the same as records; ``dropped``: how many are
+            not kept.
+    """
+
+    model: str
+    request: int
+    origin: str
+    state: Literal["queued", "running", "paused", "ended"]
+    now: str
+    sentences: tuple[str, ...]
+    trail: tuple[dict[str, str | int | float], ...]
+    dropped: int = 0
+
+
+class ExplainResult(msgspec.Struct, frozen=True):
+    """One entry per request of that id."""
+
+    requests: tuple[Explanation, ...]
+    schema: int = SCHEMA
+
+
 class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A method that takes nothing."""
 
@@ -189,6 +282,12 @@ METHODS: tuple[Method, ...] = (
     Method("queue", NoParams, QueueResult, "observer"),
     Method("cancel", CancelParams, CancelResult, "admin"),
     Method("drain", DrainParams, DrainResult, "admin"),
+    Method("explain", ExplainParams, ExplainResult, "observer"),
+    Method("caps", NoParams, ClassesResult, "observer"),
+    Method("set_caps", SetCapsParams, ClassesResult, "admin"),
+    Method("set_qos", SetQosParams, SetQosResult, "admin"),
+    Method("pause", ClassParams, ClassesResult, "admin"),
+    Method("resume", ClassParams, ClassesResult, "admin"),
 )
 
 

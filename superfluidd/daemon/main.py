@@ -50,6 +50,8 @@ async def serve(settings: Settings, socket_path: Path, ready: Callable[[Service,
                 one.path,
                 worker_starter(one.spec, log_level=settings.log_level, log_format=settings.log_format),
                 ids,
+                policy=settings.policy,
+                caps=settings.caps,
                 stall_timeout=settings.stall_timeout,
             )
             for one in loaded

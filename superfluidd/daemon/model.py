@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import trio
 
 from superfluidd.control.protocol import LaneView, ModelView, QueueView
+from superfluidd.daemon.latency import Latency
 from superfluidd.daemon.streams import Generation, GenerationRequest, Usage
 from superfluidd.daemon.views import lane_views, queue_views
 from superfluidd.daemon.watch import TickWatch
@@ -22,13 +24,15 @@ from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngi
 from superfluidd.engine.port import EngineInfo
 from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading
-from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused
-from superfluidd.scheduling.request import Request
-from superfluidd.scheduling.scheduler import Limits, Observed, Scheduler
+from superfluidd.scheduling.books import Limits
+from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused, Urgency
+from superfluidd.scheduling.policy import Policy
+from superfluidd.scheduling.request import Phase, Request
+from superfluidd.scheduling.scheduler import TRAILS, Observed, Scheduler
 from superfluidd.text.assembler import Assembler
 from superfluidd.text.template import ChatTemplate
 from superfluidd.text.vocabulary import Vocabulary
-from superfluidd.types import FinishReason, RequestId
+from superfluidd.types import FinishReason, QosClass, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class Model:
         path: where it came from, for people.
         start_engine: starts its engine.
         ids: hands out request ids, unique over all models of the daemon.
+        policy, caps: the scheduler's settings.
         stall_timeout: seconds a client may leave its stream unread.
         clock: seconds; Trio's, so that tests can use a virtual one.
     """
@@ -74,6 +79,8 @@ class Model:
         start_engine: StartEngine,
         ids: Iterator[RequestId],
         *,
+        policy: Policy | None = None,
+        caps: Mapping[QosClass, int] | None = None,
         stall_timeout: float = 60.0,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
@@ -85,7 +92,10 @@ class Model:
         self.progress = 0.0
         self.template: ChatTemplate = ChatTemplate("", bos="", eos="")
         self.vocabulary: Vocabulary = Vocabulary(b"", b"")
+        self.latency = Latency()
         self._start_engine = start_engine
+        self._policy = policy or Policy()
+        self._caps: dict[QosClass, int] = dict(caps or {})
         self._ids = ids
         self._stall_timeout = stall_timeout
         self._clock = clock
@@ -93,6 +103,8 @@ class Model:
         self._engine: Engine | None = None
         self._scheduler: Scheduler | None = None
         self._live: dict[RequestId, _Live] = {}
+        self._ended: OrderedDict[RequestId, str] = OrderedDict()
+        """``x-request-id`` of requests that have ended, as long as their trails are kept."""
         self._wakeup = trio.Event()
         self._changed = trio.Event()
         self._idle = trio.Event()
@@ -145,13 +157,17 @@ class Model:
         if self._scheduler is None:
             self._scheduler = Scheduler(
                 Limits(
-                    lanes=info.sequences,
+                    lanes=info.lanes,
                     shared=info.layout == "shared",
                     cells=info.cells,
                     sequences=info.sequences,
                     window=info.window,
                     max_step=info.max_step,
-                )
+                    granular=info.round_granular,
+                    abandons=info.abandons,
+                ),
+                self._policy,
+                self._caps,
             )
             self.vocabulary = engine.vocabulary
             self.template = ChatTemplate(info.chat_template, bos=info.bos_text, eos=info.eos_text)
@@ -167,14 +183,17 @@ class Model:
             self._wakeup = trio.Event()
             plan = scheduler.plan(self._clock())
             if plan is None:
-                self._deliver_tokens()
+                self._deliver_planned()
                 if engine.lost:
                     return engine.lost
                 scheduler.check_integrity()
                 await self._wakeup.wait()
                 continue
+            for seat in plan.admit:
+                record = self._live[seat.request].record
+                self.latency.queue_wait[record.qos].add(record.seated - record.queued)
             self._watch.begin(plan.tick, self._clock())
-            report = await engine.tick(plan, self._on_step, self._deliver_tokens)
+            report = await engine.tick(plan, self._on_step, self._deliver_planned)
             now = self._clock()
             self._watch.end()
             if isinstance(report, EngineLost):
@@ -200,8 +219,12 @@ class Model:
         now = self._clock()
         self._watch.step(step.prefilled, now)
         for out in step.tokens:
+            record = scheduler.request(out.request)
+            last = None if record is None else record.last_token
             seen = scheduler.observe(out.request, out.position, out.token, end=out.end, now=now)
             if seen is not Observed.IGNORED:
+                assert record is not None
+                self.latency.token(record.qos, record.arrived, last, now)
                 self._undelivered.append((out, seen))
         if not step.last:
             self._deliver_tokens()
@@ -231,15 +254,20 @@ class Model:
                 self._deliver(self._scheduler.finish(out.request, FinishReason.STOP))
                 self._interrupt_if_stale()
 
+    def _deliver_planned(self) -> None:
+        """What waited for the plan to be sent: the last tick's tokens, then the pauses that the plan made."""
+        self._deliver_tokens()
+        if self._scheduler is not None:
+            self._deliver(self._scheduler.take_effects())
+
     def _interrupt_if_stale(self) -> None:
-        if (
-            self._scheduler is not None
-            and self._engine is not None
-            and not self._watch.interrupted
-            and self._scheduler.should_interrupt
-        ):
-            self._watch.interrupted = True
-            self._engine.interrupt(self._watch.tick)
+        """Tell the tick in flight to end, once for each degree of hurry."""
+        if self._scheduler is None or self._engine is None:
+            return
+        urgency = self._scheduler.urgency
+        if urgency > self._watch.told:
+            self._watch.told = urgency
+            self._engine.interrupt(self._watch.tick, abandon=urgency is Urgency.ABANDON)
 
     def _lost(self, loss: EngineLost) -> None:
         """The engine is gone: its lanes pause; too many losses in a row fail the model."""
@@ -272,12 +300,15 @@ class Model:
                     default = "cancelled" if effect.reason is FinishReason.ABORT else "engine_fault"
                     self._end(effect.request, effect.reason, effect.error, code or default)
                 case Paused():
-                    self._live[effect.request].generation.pause(effect.why)
-                case _:
-                    pass
+                    live = self._live.get(effect.request)
+                    if live is not None:  # a stop text in its last tokens may have ended it meanwhile
+                        live.generation.pause(effect.why)
 
     def _end(self, request: RequestId, reason: FinishReason, error: str = "", code: str = "") -> None:
         live = self._live.pop(request)
+        self._ended[request] = live.origin
+        if len(self._ended) > TRAILS:
+            self._ended.popitem(last=False)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             code = ""
         live.generation.finish(reason, live.usage(), error, code)
@@ -377,6 +408,7 @@ class Model:
             now=self._clock(),
             request=next(self._ids),
             param=request.param,
+            batch_invariant=request.batch_invariant,
         )
         assembler = Assembler(self.vocabulary, request.stop, request.sampling.logprobs is not None)
         generation = Generation(record.id, record.prompt, assembler, self.cancel, self._clock)
@@ -390,7 +422,7 @@ class Model:
         """End a request; its lane is free at the engine's next step. Ids that have ended are ignored."""
         if self._scheduler is None:
             return
-        self._deliver(self._scheduler.finish(request, FinishReason.ABORT, "the request was cancelled"))
+        self._deliver(self._scheduler.finish(request, FinishReason.ABORT, "the request was cancelled", self._clock()))
         self._wakeup.set()
         self._interrupt_if_stale()
 
@@ -401,11 +433,17 @@ class Model:
             self._wakeup.set()
             self._interrupt_if_stale()
 
-    def find(self, ident: str) -> list[RequestId]:
-        """Requests of that id or ``x-request-id``, oldest first."""
-        if ident.isdecimal() and ident.isascii() and int(ident) in self._live:
+    def find(self, ident: str, *, ended: bool = False) -> list[RequestId]:
+        """Requests of that id or ``x-request-id``, oldest first; with ``ended`` also those whose trail is kept."""
+        origins = {**(self._ended if ended else {}), **{request: live.origin for request, live in self._live.items()}}
+        if ident.isdecimal() and ident.isascii() and len(ident) < 19 and int(ident) in origins:
             return [int(ident)]
-        return [request for request, live in self._live.items() if live.origin == ident]
+        return [request for request, origin in origins.items() if origin == ident]
+
+    def nudge(self) -> None:
+        """Something was decided from outside: look whether there is a better plan."""
+        self._wakeup.set()
+        self._interrupt_if_stale()
 
     async def wait_idle(self) -> None:
         """Return once nothing is queued or running."""
@@ -423,17 +461,33 @@ class Model:
         """Running requests in lane order."""
         if self._scheduler is None:
             return []
-        return lane_views(self.name, self._scheduler.seated(), self._origin, self._watch.prefilled, self._clock())
+        return lane_views(self.name, self._scheduler.seated(), self.origin, self._watch.prefilled, self._clock())
 
     def queue(self) -> list[QueueView]:
         """Waiting requests in the order they would be served."""
         if self._scheduler is None:
             return []
-        head = "the engine" if self.state != "ready" else self._scheduler.why_waiting()
-        return queue_views(self.name, self._scheduler.queued(), self._origin, head, self._clock())
+        why = self._scheduler.why_waiting if self.state == "ready" else lambda _: "the engine"
+        return queue_views(self.name, self._scheduler.queued(), self.origin, why, self._clock())
 
-    def _origin(self, request: RequestId) -> str:
-        return self._live[request].origin
+    def origin(self, request: RequestId) -> str:
+        """The ``x-request-id`` of a request; empty if it is not known any more."""
+        live = self._live.get(request)
+        return self._ended.get(request, "") if live is None else live.origin
+
+    def whereabouts(self, request: RequestId) -> str:
+        """Where a request is, in a few words for its own client; empty once it has ended."""
+        live = self._live.get(request)
+        if live is None or self._scheduler is None:
+            return ""
+        record = live.record
+        if record.phase is Phase.RUNNING:
+            if record.decoding:
+                return f"decoding class={record.qos.label}"
+            fed = record.fed + self._watch.prefilled.get(request, 0)
+            return f"prefill class={record.qos.label} {fed}/{len(record.tokens)}"
+        word = "paused" if record.phase is Phase.PREEMPTED else "queued"
+        return f"{word} class={record.qos.label} position={self._scheduler.position(request)}"
 
     def view(self) -> ModelView:
         """The model in one record."""
@@ -472,4 +526,10 @@ class Model:
             decode_rounds=stats.decode_rounds if stats else 0,
             prefill_seconds=stats.prefill_seconds if stats else 0.0,
             decode_seconds=stats.decode_seconds if stats else 0.0,
+            preemptions={qos.label: count for qos, count in stats.preemptions.items()} if stats else {},
+            starvation_grants={qos.label: count for qos, count in stats.starvation_grants.items()} if stats else {},
+            abandoned_prefill_tokens=stats.abandoned_tokens if stats else 0,
+            prefill_budget=stats.prefill_budget if stats else 0,
+            decode_grant=stats.decode_grant if stats else 0,
+            cells_held=stats.cells_held if stats else 0,
         )

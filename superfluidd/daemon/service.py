@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import trio
 
 from superfluidd import __version__
 from superfluidd.config import Settings
-from superfluidd.control.protocol import LaneView, QueueView, StatusResult
+from superfluidd.control.protocol import ClassView, Explanation, LaneView, QueueView, StatusResult
+from superfluidd.daemon import steering
 from superfluidd.daemon.model import Model
 from superfluidd.errors import Draining, UnknownModel, UnknownRequest
-from superfluidd.types import RequestId
+from superfluidd.scheduling.qos import parse_class
+from superfluidd.types import QosClass, RequestId
 
 
 class Service:
@@ -60,17 +63,53 @@ class Service:
         Raises:
             UnknownRequest: nothing queued or running has that name.
         """
-        cancelled: list[RequestId] = []
-        for model in self.models.values():
-            for request in model.find(ident):
-                model.cancel(request)
-                cancelled.append(request)
-        if not cancelled:
+        found = self._find(ident)
+        for model, request in found:
+            model.cancel(request)
+        return tuple(request for _, request in found)
+
+    def _find(self, ident: str, *, ended: bool = False) -> list[tuple[Model, RequestId]]:
+        found = [(model, request) for model in self.models.values() for request in model.find(ident, ended=ended)]
+        if not found:
+            which = "request that is queued, running or ended lately" if ended else "queued or running request"
             raise UnknownRequest(
-                f"no queued or running request is called {ident!r}; see `sfctl lanes` and `sfctl queue`",
+                f"no {which} is called {ident!r}; see `sfctl lanes` and `sfctl queue`",
                 param="id",
             )
-        return tuple(cancelled)
+        return found
+
+    def explain(self, ident: str) -> tuple[Explanation, ...]:
+        """What was decided about a request, or about every request of an ``x-request-id``.
+
+        Raises:
+            UnknownRequest: nothing queued, running or ended lately has that name.
+        """
+        return tuple(steering.explain(model, request) for model, request in self._find(ident, ended=True))
+
+    def set_qos(self, ident: str, qos: str) -> tuple[tuple[RequestId, ...], QosClass]:
+        """Re-class a request, or every request of an ``x-request-id``.
+
+        Raises:
+            InvalidValue: no such class.
+            UnknownRequest: nothing queued or running has that name.
+        """
+        parsed = parse_class(qos, "qos")
+        found = self._find(ident)
+        for model, request in found:
+            steering.set_qos(model, request, parsed, trio.current_time())
+        return tuple(request for _, request in found), parsed
+
+    def classes(self) -> tuple[ClassView, ...]:
+        """Every class of every model: its cap, what it holds, whether it is paused."""
+        return steering.classes(self.models.values())
+
+    def set_caps(self, caps: Mapping[str, int | None]) -> None:
+        """Set lane caps, of every model; nothing is changed if one of them is wrong. Raises :class:`InvalidValue`."""
+        steering.set_caps(self.models.values(), caps)
+
+    def set_class_paused(self, qos: str, paused: bool) -> None:
+        """Give a class no more lanes, or again. Raises :class:`InvalidValue` for no such class."""
+        steering.set_paused(self.models.values(), qos, paused)
 
     def drain(self) -> None:
         """Take no new work from now on; what is queued and running goes on. Idempotent."""
@@ -91,7 +130,7 @@ class Service:
         return tuple(view for model in self.models.values() for view in model.lanes())
 
     def queue(self) -> tuple[QueueView, ...]:
-        """Waiting requests, by model, in the order they would be served."""
+        """Waiting requests, by model, class and place."""
         return tuple(view for model in self.models.values() for view in model.queue())
 
     def status(self) -> StatusResult:

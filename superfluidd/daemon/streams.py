@@ -30,7 +30,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         sampling: how to draw.
         max_tokens: most tokens to generate; None fills the window.
         stop: texts that end the reply; they are not part of it.
-        qos: class it is queued in.
+        qos: class it is queued in; ``batch_invariant``: its lane ticks alone.
         origin: the client's or the edge's ``x-request-id``, for operators.
         param: the field that held the prompt, for errors.
     """
@@ -42,6 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     qos: QosClass = QosClass.AGENT
     origin: str = ""
     param: str = "messages"
+    batch_invariant: bool = False
 
 
 class Usage(msgspec.Struct, frozen=True):

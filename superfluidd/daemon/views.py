@@ -9,6 +9,9 @@ from superfluidd.control.protocol import LaneView, QueueView
 from superfluidd.scheduling.request import Request
 from superfluidd.types import RequestId
 
+Why = Callable[[Request], str]
+"""What a waiting request waits for, in words."""
+
 Origin = Callable[[RequestId], str]
 """The ``x-request-id`` of a request."""
 
@@ -40,14 +43,16 @@ def lane_views(
             cells=record.cells,
             age=now - record.arrived,
             ttft=None if record.first_token is None else record.first_token - record.arrived,
+            pauses=record.pauses,
+            batch_invariant=record.batch_invariant,
         )
         for record in seated
         if record.lane is not None
     ]
 
 
-def queue_views(model: str, queued: Sequence[Request], origin: Origin, head: str, now: float) -> list[QueueView]:
-    """Waiting requests, in the order they would be served; ``head`` is what the first of them waits for."""
+def queue_views(model: str, queued: Sequence[Request], origin: Origin, why: Why, now: float) -> list[QueueView]:
+    """Waiting requests, by class and place; ``why`` is asked about the first of each class."""
     places: Counter[str] = Counter()
     views: list[QueueView] = []
     for record in queued:
@@ -62,7 +67,7 @@ def queue_views(model: str, queued: Sequence[Request], origin: Origin, head: str
                 prompt=record.prompt,
                 generated=record.generated,
                 waited=now - record.queued,
-                why=head if not views else "its turn",
+                why=why(record) if places[record.qos.label] == 1 else "its turn",
             )
         )
     return views

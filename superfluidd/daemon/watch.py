@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from superfluidd.scheduling.plan import Urgency
 from superfluidd.types import RequestId
 
 SILENT = 10.0
@@ -15,13 +16,13 @@ class TickWatch:
 
     Attributes:
         tick: number of the tick in flight, or of the last one.
-        interrupted: it has been told to end.
+        told: what it has been told, if anything.
         prefilled: prompt tokens fed in it so far, by request.
     """
 
     def __init__(self) -> None:
         self.tick = 0
-        self.interrupted = False
+        self.told = Urgency.NONE
         self.prefilled: dict[RequestId, int] = {}
         self._started: float | None = None
         self._last_step = 0.0
@@ -30,7 +31,7 @@ class TickWatch:
     def begin(self, tick: int, now: float) -> None:
         """A tick is on its way to the engine."""
         self.tick = tick
-        self.interrupted = False
+        self.told = Urgency.NONE
         self._started = self._last_step = now
 
     def step(self, prefilled: Sequence[tuple[RequestId, int]], now: float) -> None:

@@ -56,8 +56,8 @@ class Engine(Protocol):
         """Run a plan. ``on_step`` is called, synchronously, for every step as it ends; ``on_sent`` once the plan is on
         its way: what need not come before the engine is at work again is done there."""
 
-    def interrupt(self, tick: int) -> None:
-        """End that tick at the engine's next step."""
+    def interrupt(self, tick: int, *, abandon: bool = False) -> None:
+        """End that tick at the engine's next step; ``abandon`` gives a prefill step that is running up."""
 
     async def tokenize(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int] | None:
         """Token ids; None if the engine is lost. Raises :class:`EngineFault` for a text it cannot take."""
@@ -285,9 +285,9 @@ class WorkerEngine:
     def _outcome(self) -> TickReport | EngineLost:
         return self._report or self.lost or EngineLost("no report came")
 
-    def interrupt(self, tick: int) -> None:
+    def interrupt(self, tick: int, *, abandon: bool = False) -> None:
         """See :class:`Engine`."""
-        self._post(wire.Interrupt(tick))
+        self._post(wire.Interrupt(tick, abandon))
 
     async def tokenize(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int] | None:
         """See :class:`Engine`."""

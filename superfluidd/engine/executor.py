@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from superfluidd.engine.port import Choice, Draw, EngineError, Feed, Runtime
+import msgspec
+
+from superfluidd.engine.port import Choice, Draw, EngineError, Feed, Runtime, StepAbandoned
 from superfluidd.engine.threads import FixedThreads, ThreadPolicy
 from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.scheduling.plan import Admit, LaneFault, Plan, TickReport, Timing
@@ -21,6 +23,13 @@ from superfluidd.types import RequestId
 
 class BadPlan(Exception):
     """The plan contradicts itself or what the executor holds: a fault of the daemon's, never of a lane."""
+
+
+class StepStarting(msgspec.Struct, frozen=True):
+    """An abandonable prefill step is about to begin: of interest to whoever lets its time pass."""
+
+    tokens: int
+    lanes: int
 
 
 @dataclass(slots=True)
@@ -53,6 +62,7 @@ class _Tally:
         self.prefilled: dict[RequestId, int] = {}
         self.decoded: dict[RequestId, int] = {}
         self.faults: list[LaneFault] = []
+        self.abandoned: tuple[tuple[RequestId, int], ...] = ()
         self.rounds = 0
         self.round_tokens = 0
         self.round_seconds = 0.0
@@ -72,9 +82,10 @@ class Executor:
         self._runtime = runtime
         self._threads = threads or FixedThreads()
         self._lanes: dict[RequestId, _Lane] = {}
+        self._exact = False
 
-    def run(self, plan: Plan, should_stop: Callable[[], bool]) -> Generator[StepDone, None, TickReport]:
-        """Run one tick: yields after every step, returns the report.
+    def run(self, plan: Plan, should_stop: Callable[[], bool]) -> Generator[StepDone | StepStarting, None, TickReport]:
+        """Run one tick: yields after every step, and before those that can be abandoned; returns the report.
 
         Args:
             plan: what to do.
@@ -87,6 +98,8 @@ class Executor:
         refusal = self._seat(plan)
         if refusal:
             return TickReport(plan.tick, "replan", cells_used=self._runtime.cells_used(), reason=refusal)
+        self._runtime.abandon(False)
+        self._exact = plan.exact
         tally = _Tally()
         grants = {grant.request: grant.rounds for grant in plan.decode}
         chunks = [_Chunk(self._lanes[chunk.request], chunk.tokens) for chunk in plan.prefill]
@@ -104,7 +117,12 @@ class Executor:
                 stopped = should_stop()
             micro = [] if stopped else self._take(chunks, plan.step_tokens)
             if micro:
+                if self._runtime.info.abandons:
+                    yield StepStarting(sum(share for _, share in micro), len(micro))
                 tokens = self._prefill_step(micro, tally)
+                if tally.abandoned:
+                    stopped = True
+                    break
                 yield StepDone(plan.tick, tuple(tokens), tuple(tally.prefilled.items()))
                 stopped = should_stop()
             if not batch and not micro:
@@ -124,6 +142,7 @@ class Executor:
                 prefill_seconds=tally.feed_seconds,
                 threads=self._threads.current,
             ),
+            abandoned=tally.abandoned,
         )
 
     # -- before the first step ------------------------------------------------------------------------------------
@@ -190,11 +209,15 @@ class Executor:
 
     def _decode_round(self, batch: Sequence[_Lane], tally: _Tally) -> list[TokenOut]:
         start = self._runtime.seconds()
-        self._threads.before_round(self._runtime, len(batch))
+        if self._exact:
+            self._threads.before_exact(self._runtime)
+        else:
+            self._threads.before_round(self._runtime, len(batch))
         feeds = [Feed(lane.sequence, lane.fed, lane.tokens[lane.fed :], True) for lane in batch]
         out = self._step(batch, feeds, tally)
         seconds = self._runtime.seconds() - start
-        self._threads.after_round(len(batch), seconds)
+        if not self._exact:
+            self._threads.after_round(len(batch), seconds)
         tally.rounds += 1
         tally.round_tokens += len(out)
         tally.round_seconds += seconds
@@ -216,7 +239,7 @@ class Executor:
 
     def _prefill_step(self, micro: Sequence[tuple[_Lane, int]], tally: _Tally) -> list[TokenOut]:
         start = self._runtime.seconds()
-        self._threads.before_prefill(self._runtime)
+        (self._threads.before_exact if self._exact else self._threads.before_prefill)(self._runtime)
         feeds = [
             Feed(
                 lane.sequence,
@@ -226,7 +249,11 @@ class Executor:
             )
             for lane, share in micro
         ]
-        out = self._step([lane for lane, _ in micro], feeds, tally)
+        try:
+            out = self._step([lane for lane, _ in micro], feeds, tally, abandonable=self._runtime.info.abandons)
+        except StepAbandoned:
+            tally.abandoned = tuple((lane.request, share) for lane, share in micro)
+            return []
         for lane, share in micro:
             if not lane.over or lane.decoding:
                 tally.prefilled[lane.request] = tally.prefilled.get(lane.request, 0) + share
@@ -235,10 +262,14 @@ class Executor:
         tally.feed_seconds += seconds
         return out
 
-    def _step(self, lanes: Sequence[_Lane], feeds: Sequence[Feed], tally: _Tally) -> list[TokenOut]:
+    def _step(
+        self, lanes: Sequence[_Lane], feeds: Sequence[Feed], tally: _Tally, *, abandonable: bool = False
+    ) -> list[TokenOut]:
         """One call for all lanes; if it fails, one call each, and the lanes that fail alone are faulted."""
         try:
-            self._runtime.step(feeds)
+            self._runtime.step(feeds, abandonable=abandonable)
+        except StepAbandoned:
+            raise
         except EngineError as error:
             if len(feeds) == 1:
                 self._fault(lanes[0], str(error), tally)

@@ -88,6 +88,7 @@ def fit(
     pool_tokens: int | None,
     available: int,
     sharing: int = 1,
+    spare: int = 0,
 ) -> Fit:
     """Fit a model to the memory there is.
 
@@ -99,6 +100,7 @@ def fit(
         pool_tokens: cells asked for; None means lanes times window.
         available: bytes of memory there are, for all models.
         sharing: how many models there are; each gets an equal part.
+        spare: sequences beside those of the lanes; in the per-sequence layout each has a window of its own, too.
 
     Raises:
         ModelFileError: the model cannot do what is asked, or memory does not hold it; the message has the sums.
@@ -112,12 +114,14 @@ def fit(
             f"ask for {trained} at most"
         )
     cell, weights, budget = bytes_per_token(header), header.tensor_bytes, available // sharing
-    window, reason = _window(header, max_context, pool_tokens, lanes, budget)
+    sequences = lanes + spare if layout == "per-sequence" else lanes
+    window, reason = _window(header, max_context, pool_tokens, sequences, budget)
     if pool_tokens is not None and pool_tokens < window:
         window, reason = pool_tokens, "all of the pool"
-    cells = pool_tokens if pool_tokens is not None else window * lanes
+    cells = pool_tokens if pool_tokens is not None else window * sequences
+    spares = f", {sequences - lanes} spare windows among them" if sequences > lanes else ""
     memory = (
-        f"weights {_mib(weights)} MiB + KV {_mib(cells * cell)} MiB ({cells} cells of {cell} bytes) "
+        f"weights {_mib(weights)} MiB + KV {_mib(cells * cell)} MiB ({cells} cells of {cell} bytes{spares}) "
         f"= {_mib(weights + cells * cell)} MiB of {_mib(budget)} MiB"
     )
     if sharing > 1:
@@ -136,7 +140,7 @@ def fit(
 
 
 def _window(
-    header: GgufHeader, max_context: int | None, pool_tokens: int | None, lanes: int, budget: int
+    header: GgufHeader, max_context: int | None, pool_tokens: int | None, sequences: int, budget: int
 ) -> tuple[int, str]:
     """The window, and in words where it comes from."""
     trained, cell = header.context_length, bytes_per_token(header)
@@ -146,7 +150,7 @@ def _window(
     if pool_tokens is not None or not cell:
         return trained, "what the model was trained for"
     reserve = max(LEAST_RESERVE, budget // RESERVED_PART)
-    window = int(SHARE * (budget - header.tensor_bytes - reserve) / (cell * lanes)) // STEP * STEP
+    window = int(SHARE * (budget - header.tensor_bytes - reserve) / (cell * sequences)) // STEP * STEP
     if window >= trained:
         return trained, "what the model was trained for"
     least = min(LEAST_WINDOW, trained)

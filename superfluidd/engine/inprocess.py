@@ -8,18 +8,26 @@ long call must not be the daemon's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import trio
 
 from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
-from superfluidd.engine.executor import Executor
+from superfluidd.engine.executor import Executor, StepStarting
 from superfluidd.engine.port import Runtime
 from superfluidd.engine.wire import StepDone
 from superfluidd.scheduling.plan import Plan, TickReport
 from superfluidd.text.vocabulary import Vocabulary
 
 
-def inprocess_starter(make: Callable[[], Runtime], load_seconds: float = 0.0) -> StartEngine:
+class VirtualRuntime(Runtime, Protocol):
+    """A runtime whose time is a number it adds up."""
+
+    def step_seconds(self, tokens: int, lanes: int) -> float:
+        """What a step of that many tokens in so many lanes will cost."""
+
+
+def inprocess_starter(make: Callable[[], VirtualRuntime], load_seconds: float = 0.0) -> StartEngine:
     """A starter of in-process engines.
 
     Args:
@@ -40,13 +48,13 @@ class InProcessEngine:
     """Runs ticks in the calling task.
 
     Args:
-        runtime: must keep a virtual clock of its own (the simulated one does).
+        runtime: keeps a virtual clock of its own.
         on_lost: called by :meth:`die`.
     """
 
     pid = 0
 
-    def __init__(self, runtime: Runtime, on_lost: Callable[[], None]) -> None:
+    def __init__(self, runtime: VirtualRuntime, on_lost: Callable[[], None]) -> None:
         self.info = runtime.info
         self.vocabulary = Vocabulary(*Vocabulary.pack(runtime.pieces()))
         self.lost: EngineLost | None = None
@@ -54,6 +62,7 @@ class InProcessEngine:
         self._executor = Executor(runtime)
         self._on_lost = on_lost
         self._interrupted = 0
+        self._step = trio.CancelScope()
         self._death = trio.CancelScope()
 
     async def tick(
@@ -64,6 +73,7 @@ class InProcessEngine:
         self._death = trio.CancelScope()
         with self._death:
             steps = self._executor.run(plan, lambda: self._interrupted == plan.tick)
+            passed = 0.0
             while self.lost is None:
                 before = self._runtime.seconds()
                 try:
@@ -72,13 +82,23 @@ class InProcessEngine:
                     report: TickReport = end.value
                     await trio.lowlevel.checkpoint()
                     return report
-                await trio.sleep(self._runtime.seconds() - before)
+                if isinstance(step, StepStarting):
+                    passed = self._runtime.step_seconds(step.tokens, step.lanes)
+                    with trio.CancelScope() as self._step:
+                        await trio.sleep(passed)
+                    if self._step.cancelled_caught:
+                        self._runtime.abandon(True)
+                    continue
+                await trio.sleep(max(0.0, self._runtime.seconds() - before - passed))
+                passed = 0.0
                 on_step(step)
         return self.lost or EngineLost("the tick was cancelled")
 
-    def interrupt(self, tick: int) -> None:
+    def interrupt(self, tick: int, *, abandon: bool = False) -> None:
         """See :class:`~superfluidd.engine.client.Engine`."""
         self._interrupted = tick
+        if abandon:
+            self._step.cancel()
 
     async def tokenize(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int] | None:
         """See :class:`~superfluidd.engine.client.Engine`."""

@@ -22,7 +22,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         runtime: ``llamacpp``, ``simulated``, ...; ``version``: of that runtime.
         architecture: the model's architecture; ``description``: one line for people.
         layout: ``per-sequence`` (every sequence has a window of its own) or ``shared`` (one pool of cells).
-        cells: KV cells in all, tokens; ``sequences``: how many sequences may exist at once.
+        cells: KV cells in all, tokens.
+        lanes: sequences that may run at once; ``sequences``: that may exist at once.
         window: the longest context of one sequence, tokens; ``trained_context``: what the model was trained for.
         bytes_per_cell: KV bytes a token takes.
         weights_bytes: size of the weights in memory.
@@ -30,6 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             (only to nothing).
         round_granular: a decode round costs the same however rounds are cut into ticks, and a running tick can be
             ended at the next step; ``False`` for native engines whose tick is one call.
+        abandons: a step can be given up in its middle (:meth:`Runtime.abandon`).
         packs_prefill_with_decode: one call with both is cheaper than two.
         max_step: the largest useful prefill micro-batch, tokens.
         threads: compute threads it may use.
@@ -47,6 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     description: str
     layout: Literal["per-sequence", "shared"]
     cells: int
+    lanes: int
     sequences: int
     window: int
     trained_context: int
@@ -54,6 +57,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weights_bytes: int
     cut: Literal["anywhere", "window", "head"]
     round_granular: bool
+    abandons: bool
     packs_prefill_with_decode: bool
     max_step: int
     threads: int
@@ -122,12 +126,17 @@ class StepFailed(EngineError):
     """The runtime failed the step. Nothing of the step was kept; the sequences hold what they held before."""
 
 
+class StepAbandoned(EngineError):
+    """The step was given up because somebody asked for it. Nothing of the step was kept."""
+
+
 class LoadFailed(EngineError):
     """The model cannot be loaded; the message says why."""
 
 
 class Runtime(Protocol):
-    """What an executor drives. One thread calls everything but :meth:`tokenize`, which any thread may call."""
+    """What an executor drives. One thread calls everything but :meth:`tokenize` and :meth:`abandon`, which any
+    thread may call."""
 
     info: EngineInfo
 
@@ -143,8 +152,21 @@ class Runtime(Protocol):
     def cut(self, sequence: int, length: int) -> bool:
         """Shorten the sequence to ``length`` tokens; ``False`` if its state cannot be cut there (nothing changes)."""
 
-    def step(self, feeds: Sequence[Feed]) -> None:
-        """Compute all feeds in one packed call. Raises :class:`OutOfCells` or :class:`StepFailed`."""
+    def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
+        """Compute all feeds in one packed call.
+
+        Args:
+            feeds: what to compute.
+            abandonable: the step may be given up in its middle.
+
+        Raises:
+            OutOfCells, StepFailed: it could not be computed.
+            StepAbandoned: :meth:`abandon` was called before it was done.
+        """
+
+    def abandon(self, wanted: bool) -> None:
+        """Give up the abandonable step that runs, or the next one (``True``); or forget about that (``False``).
+        Thread-safe. It means nothing to a runtime whose info says that it does not abandon."""
 
     def choose(self, feed: int, draw: Draw) -> Choice:
         """Draw the next token of the last step's ``feed``-th feed, which asked for logits."""

@@ -34,6 +34,9 @@ class ThreadPolicy(Protocol):
     def before_prefill(self, runtime: Runtime) -> None:
         """A prefill micro-batch is about to run."""
 
+    def before_exact(self, runtime: Runtime) -> None:
+        """A step is about to run whose result must not depend on how many threads there happen to be."""
+
 
 class FixedThreads:
     """Leaves the runtime's threads alone."""
@@ -47,6 +50,9 @@ class FixedThreads:
         """Nothing to do."""
 
     def before_prefill(self, runtime: Runtime) -> None:
+        """Nothing to do."""
+
+    def before_exact(self, runtime: Runtime) -> None:
         """Nothing to do."""
 
 
@@ -132,6 +138,10 @@ class MeasuredThreads:
         """Prefill steps are too few and too long to experiment on: they use the present count."""
         self._leave_room()
         self._apply(runtime, self.current)
+
+    def before_exact(self, runtime: Runtime) -> None:
+        """Use them all: how work is split between threads can change how sums are rounded."""
+        self._apply(runtime, self._most)
 
     def _leave_room(self) -> None:
         allowed = max(1, self._most - int(self._foreign() + 1 - ROOM))

@@ -13,7 +13,7 @@ from superfluidd.engine.port import EngineInfo
 from superfluidd.scheduling.plan import Plan, TickReport
 from superfluidd.types import RequestId, TokenLogprob
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes its meaning. Both ends must agree."""
 
 
@@ -23,7 +23,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     Attributes:
         runtime: ``llamacpp`` or ``simulated``.
         path: the model file; empty for the simulated runtime.
-        lanes: sequences that run at once.
+        lanes: sequences that run at once; ``spare``: sequences beside them, for KV that is kept.
         window: context of one sequence, tokens.
         layout: ``per-sequence`` or ``shared``.
         cells: cells of the shared pool; ignored per-sequence.
@@ -41,6 +41,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     threads: int = 0
     micro_batch: int = 512
     simulated_speed: float = 1.0
+    spare: int = 0
 
 
 # -- daemon to worker ---------------------------------------------------------------------------------------------
@@ -59,10 +60,12 @@ class Tick(msgspec.Struct, frozen=True, tag="tick"):
     plan: Plan
 
 
-class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
-    """End the tick of that number at the next step. A number that is not running is ignored."""
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", omit_defaults=True):
+    """End the tick of that number at the next step; ``abandon`` gives a prefill step that is running up. A number that
+    is not running is ignored."""
 
     tick: int
+    abandon: bool = False
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):

@@ -23,7 +23,7 @@ import msgspec
 
 from superfluidd import logs
 from superfluidd.engine import wire
-from superfluidd.engine.executor import Executor
+from superfluidd.engine.executor import Executor, StepStarting
 from superfluidd.engine.framing import BadFrame, FrameDecoder, FrameEncoder
 from superfluidd.engine.neighbours import Neighbours
 from superfluidd.engine.port import EngineError, LoadFailed, Runtime
@@ -72,6 +72,8 @@ class _Worker:
         self._send_lock = threading.Lock()
         self._work: queue.SimpleQueue[wire.Load | wire.Tick | wire.Shutdown] = queue.SimpleQueue()
         self._texts: queue.SimpleQueue[wire.Tokenize] = queue.SimpleQueue()
+        self._runtime: Runtime | None = None
+        self._tick = 0
         self._interrupted = 0
         self._ending = False
         self._vocabulary_lock = threading.Lock()
@@ -123,6 +125,7 @@ class _Worker:
     def _serve(self, runtime: Runtime, spec: wire.LoadSpec) -> int:
         pieces, ends = Vocabulary.pack(runtime.pieces())
         self._send(wire.Hello(wire.PROTOCOL, os.getpid(), runtime.info, pieces, ends))
+        self._runtime = runtime
         threading.Thread(target=self._tokenize, args=(runtime,), name="tokenizer", daemon=True).start()
         most = runtime.info.threads
         threads = MeasuredThreads(most, Neighbours().cores) if most else FixedThreads()
@@ -141,6 +144,7 @@ class _Worker:
         next, and otherwise once FLUSH_SECONDS have passed since tokens last left. A round of a slower model takes
         longer than that and leaves as it ends.
         """
+        self._tick = plan.tick
         steps = executor.run(plan, lambda: self._ending or self._interrupted == plan.tick)
         granted, fed = sum(chunk.tokens for chunk in plan.prefill), 0
         held: list[wire.TokenOut] = []
@@ -152,6 +156,8 @@ class _Worker:
                 last = [wire.StepDone(plan.tick, tuple(held), last=True)] if held else []
                 self._send(*last, wire.TickDone(end.value))
                 return
+            if isinstance(step, StepStarting):
+                continue
             held += step.tokens
             if step.prefilled:
                 fed = sum(tokens for _, tokens in step.prefilled)
@@ -179,6 +185,8 @@ class _Worker:
                     match message:
                         case wire.Interrupt():
                             self._interrupted = message.tick
+                            if message.abandon and message.tick == self._tick and self._runtime is not None:
+                                self._runtime.abandon(True)
                         case wire.Shutdown():
                             self._ending = True
                             self._work.put(message)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -30,6 +30,9 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("pool_cells_total", "cells", "KV cells."),
     ("decode_tokens_per_second", "decode_rate", "Decode rate of the last second of decoding."),
     ("prefill_tokens_per_second", "prefill_rate", "Prefill rate of the last second of prefill."),
+    ("pool_cells_held", "cells_held", "KV cells kept of preempted requests."),
+    ("prefill_budget_tokens", "prefill_budget", "Prompt tokens the latest tick was allowed to feed."),
+    ("decode_grant_tokens", "decode_grant", "Tokens the latest tick was allowed to decode."),
     ("engine_threads", "threads", "Compute threads in use."),
     ("engine_stalled", "stalled", "1 while the engine has been silent for longer than any honest step."),
 )
@@ -41,11 +44,25 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("requests_submitted", "submitted", "Requests ever queued."),
     ("pauses", "pauses", "Times a running request lost its lane."),
     ("prefill_tokens", "prefill_tokens", "Prompt tokens fed to the engine."),
+    ("abandoned_prefill_tokens", "abandoned_prefill_tokens", "Tokens of prefill steps given up in their middle."),
     ("decode_tokens", "decode_tokens", "Tokens generated."),
     ("decode_rounds", "decode_rounds", "Decode rounds run."),
     ("prefill_seconds", "prefill_seconds", "Time the engine spent on prefill, seconds."),
     ("decode_seconds", "decode_seconds", "Time the engine spent on decode rounds, seconds."),
 )
+
+_CLASS_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("preemptions", "preemptions", "Lanes lost to a more urgent request, by class of the loser."),
+    ("starvation_grants", "starvation_grants", "Lanes given ahead of a better class to a request that had waited."),
+)
+"""Metric, attribute of ModelView with counts by class, help."""
+
+_HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
+    ("queue_wait_seconds", "queue_wait", "From joining a queue to getting a lane."),
+    ("ttft_seconds", "ttft", "From arrival to the first token, waiting included."),
+    ("inter_token_seconds", "gap", "Between tokens of one request; a preemption is a gap, too."),
+)
+"""Metric, attribute of Latency, help."""
 
 _STATES = ("loading", "ready", "recovering", "failed")
 
@@ -68,6 +85,14 @@ class ServiceCollector(Collector):
             yield _family(GaugeMetricFamily(f"superfluid_{name}", text, labels=["model"]), views, attribute)
         for name, attribute, text in _COUNTERS:
             yield _family(CounterMetricFamily(f"superfluid_{name}", text, labels=["model"]), views, attribute)
+        for name, attribute, text in _CLASS_COUNTERS:
+            family = CounterMetricFamily(f"superfluid_{name}", text, labels=["model", "class"])
+            for view in views:
+                for qos, count in getattr(view, attribute).items():
+                    family.add_metric([view.name, qos], count)
+            yield family
+        for name, attribute, text in _HISTOGRAMS:
+            yield self._histogram(name, attribute, text)
         yield self._queue_depth(views)
         yield self._finished(views)
         yield self._states(views)
@@ -79,6 +104,13 @@ class ServiceCollector(Collector):
             requests.add_metric([route, status], count)
         yield requests
         yield InfoMetricFamily("superfluid_build", "The daemon.", {"version": __version__})
+
+    def _histogram(self, name: str, attribute: str, text: str) -> Metric:
+        family = HistogramMetricFamily(f"superfluid_{name}", text, labels=["model", "class"])
+        for model in self._service.models.values():
+            for qos, histogram in getattr(model.latency, attribute).items():
+                family.add_metric([model.name, qos.label], histogram.cumulative(), histogram.total)
+        return family
 
     def _queue_depth(self, views: list[ModelView]) -> Metric:
         family = GaugeMetricFamily(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 import trio
-from quart import Blueprint, request
+from quart import Blueprint
 from quart.wrappers import Response
 
 from superfluidd.daemon.model import Model
@@ -17,11 +17,8 @@ from superfluidd.errors import InvalidValue, UnknownModel
 from superfluidd.http import generate, sampling, schema, sse
 from superfluidd.http.body import json_reply, read_body
 from superfluidd.http.lifetime import lifetime
+from superfluidd.http.qos import QOS_HEADER, read_headers
 from superfluidd.http.replies import ChatWriter, TextWriter, Writer
-from superfluidd.scheduling.qos import DEFAULT, parse_class
-from superfluidd.types import QosClass
-
-QOS_HEADER = "x-superfluid-qos"
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -61,16 +58,6 @@ def blueprint(service: Service) -> Blueprint:
         return json_reply(_model_object(model))
 
     return routes
-
-
-def request_class() -> QosClass:
-    """The class the present request asks for.
-
-    Raises:
-        InvalidValue: the header names none.
-    """
-    named = request.headers.get(QOS_HEADER)
-    return DEFAULT if named is None else parse_class(named, param=QOS_HEADER)
 
 
 async def chat_prompt(model: Model, body: schema.ChatBody) -> tuple[int, ...]:
@@ -113,12 +100,14 @@ async def text_prompt(model: Model, prompt: str | list[int]) -> tuple[int, ...]:
 
 def _pattern(service: Service, model: Model, body: schema.Body, logprobs: int | None, param: str) -> GenerationRequest:
     """Everything about the request but its prompt: checked before any work is spent on that."""
+    asked = read_headers(service.settings)
     return GenerationRequest(
         prompt=(),
         sampling=sampling.sampling(body, service.settings, logprobs=logprobs, vocabulary=model.info.vocabulary),
         max_tokens=sampling.max_tokens(body, service.settings),
         stop=sampling.stops(body),
-        qos=request_class(),
+        qos=asked.qos,
+        batch_invariant=asked.batch_invariant,
         origin=lifetime().id,
         param=param,
     )
@@ -140,11 +129,19 @@ async def _answer(
     def totals(usages: Sequence[Usage]) -> Usage:
         return generate.total(usages, body.choices)
 
+    def progress() -> str:
+        return next((words for generation in generations if (words := model.whereabouts(generation.id))), "")
+
+    reply: Response
     if body.stream:
         source = generate.source(generations, life)
-        return sse.response(sse.frames(source, writer, len(generations), totals))
-    replies = await generate.collect(generations)
-    return Response(writer.whole(replies, totals([reply.usage for reply in replies])), content_type="application/json")
+        reply = sse.response(sse.frames(source, writer, len(generations), totals, progress))
+    else:
+        replies = await generate.collect(generations)
+        whole = writer.whole(replies, totals([reply.usage for reply in replies]))
+        reply = Response(whole, content_type="application/json")
+    reply.headers[QOS_HEADER] = pattern.qos.label
+    return reply
 
 
 def _not_empty(tokens: Sequence[int], param: str) -> tuple[int, ...]:

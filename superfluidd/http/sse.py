@@ -21,19 +21,23 @@ from superfluidd.http.replies import Writer
 log = logging.getLogger("superfluidd.http")
 
 DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"
-PAUSED = b": paused\n\n"
 
 SILENCE = 10.0
 """Seconds without a byte after which a comment goes out, so that nothing in between gives the connection up."""
 
-PAUSED_SILENCE = 2.0
-"""The same while every unfinished choice is paused."""
+WAITING_SILENCE = 2.0
+"""The same before the first token, and while every unfinished choice is paused: the comment says where the request is,
+so that a client that waits can tell waiting from a server that has died."""
 
 Totals = Callable[[Sequence[Usage]], Usage]
 
+Progress = Callable[[], str]
+"""Where the request is, in a few words."""
 
-async def frames(source: Source, writer: Writer, choices: int, totals: Totals) -> AsyncGenerator[bytes, None]:
+
+async def frames(
+    source: Source, writer: Writer, choices: int, totals: Totals, progress: Progress
+) -> AsyncGenerator[bytes, None]:
     """The body of a streaming reply.
 
     Args:
@@ -41,6 +45,7 @@ async def frames(source: Source, writer: Writer, choices: int, totals: Totals) -
         writer: what they look like.
         choices: how many there are, over all prompts.
         totals: the request's usage from the choices' usages.
+        progress: where the request is, for comments.
 
     Error handling: a choice that fails ends the whole stream with an error frame, since headers and status are gone;
     so does a fault of ours, which is also logged.
@@ -52,14 +57,17 @@ async def frames(source: Source, writer: Writer, choices: int, totals: Totals) -
             yield opening
         open_choices = set(range(choices))
         paused: set[int] = set()
+        started = False
         while open_choices:
             item = None
-            with trio.move_on_after(PAUSED_SILENCE if paused == open_choices else SILENCE):
+            waits = not started or paused == open_choices
+            with trio.move_on_after(WAITING_SILENCE if waits else SILENCE):
                 item = await source.next()
             if item is None:
-                yield PAUSED if paused == open_choices else WAITING
+                yield _comment(progress())
                 continue
             choice, event = item
+            started = started or isinstance(event, Delta)
             if isinstance(event, Delta):
                 paused.discard(choice)
                 yield writer.delta(choice, event)
@@ -74,7 +82,7 @@ async def frames(source: Source, writer: Writer, choices: int, totals: Totals) -
                 yield writer.finish(choice, event.reason)
             elif isinstance(event, Pause):
                 paused.add(choice)
-                yield PAUSED
+                yield _comment("paused" if len(open_choices) > 1 else progress())
             else:
                 paused.discard(choice)
         else:
@@ -97,6 +105,10 @@ def response(body: AsyncGenerator[bytes, None]) -> TrioResponse:
     # Quart's default would cut every stream after a minute, without a word.
     reply.timeout = None
     return reply
+
+
+def _comment(words: str) -> bytes:
+    return b": " + (words or "waiting").encode() + b"\n\n"
 
 
 def _error_frame(error: SuperfluidError) -> bytes:

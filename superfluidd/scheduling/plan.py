@@ -9,6 +9,7 @@ slots of KV) by number. Counts are tokens; seconds are floats.
 
 from __future__ import annotations
 
+import enum
 from typing import Literal
 
 import msgspec
@@ -69,6 +70,7 @@ class Plan(msgspec.Struct, frozen=True):
         prefill: prompt chunks, most urgent first.
         decode: decode grants, in lane order.
         step_tokens: cap of one prefill micro-batch.
+        exact: the one lane that ticks is batch-invariant: nothing that could change rounding may be tuned meanwhile.
     """
 
     tick: int
@@ -78,6 +80,7 @@ class Plan(msgspec.Struct, frozen=True):
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[Decode, ...] = ()
     step_tokens: int = 512
+    exact: bool = False
 
 
 class LaneFault(msgspec.Struct, frozen=True):
@@ -120,6 +123,7 @@ class TickReport(msgspec.Struct, frozen=True):
         cells_used: KV cells in use by the engine's own count.
         timing: measured cost.
         reason: why ``replan``.
+        abandoned: (request, prompt tokens) of a prefill step that was given up in its middle; none of it is in KV.
     """
 
     tick: int
@@ -130,6 +134,7 @@ class TickReport(msgspec.Struct, frozen=True):
     cells_used: int = 0
     timing: Timing = Timing()
     reason: str = ""
+    abandoned: tuple[tuple[RequestId, int], ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -141,12 +146,6 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """What went wrong, for ``FinishReason.ERROR``."""
 
 
-class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A request got a lane, at first or again."""
-
-    request: RequestId
-
-
 class Paused(msgspec.Struct, frozen=True, tag=True):
     """A running request lost its lane and waits at the head of its queue; its stream pauses."""
 
@@ -154,4 +153,15 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-Effect = Finished | Admitted | Paused
+class Urgency(enum.IntEnum):
+    """What the tick in flight should be told."""
+
+    NONE = 0
+    """Nothing: it is still the best plan."""
+    STOP = 1
+    """End at the engine's next step."""
+    ABANDON = 2
+    """The same, and give a prefill step that is running up."""
+
+
+Effect = Finished | Paused

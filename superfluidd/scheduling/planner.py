@@ -2,66 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from superfluidd.scheduling import budget
 from superfluidd.scheduling.plan import Decode, Prefill
+from superfluidd.scheduling.qos import URGENT
 from superfluidd.scheduling.request import Request
 
 
-def grant_prefill(seated: Sequence[Request], tokens: int) -> tuple[Prefill, ...]:
-    """Share ``tokens`` of prefill: by class, then shortest remaining prompt first, then age.
+def grant_prefill(lanes: Sequence[Request], tokens: int, starvation_ticks: int) -> tuple[Prefill, ...]:
+    """Share ``tokens`` of prefill among the lanes that are not decoding.
 
-    A short prompt does not wait behind a long one (source: the specification, "Prefill and decode budgets").
+    Starving lanes first, then by class, then the shortest remaining prompt, then age, so that a short prompt does not
+    wait behind a long one. A tick in which an interactive or completion prompt finishes feeds nothing of a lower class
+    beside it (source: the specification, "Prefill and decode budgets"). Where a starving lane's turn meets such a
+    prompt the starving lane has the tick, and the prompt finishes in the next one.
     """
-    chosen: list[Prefill] = []
-    order = sorted((lane for lane in seated if not lane.decoding), key=lambda lane: (lane.qos, lane.unfed, lane.id))
+    order = sorted(
+        (lane for lane in lanes if not lane.decoding),
+        key=lambda lane: (lane.starved < starvation_ticks, lane.qos, lane.unfed, lane.id),
+    )
+    chosen = _share(order, tokens)
+    urgent = _finishing(chosen)
+    while urgent:
+        best = min(lane.qos for lane in urgent)
+        worse = [lane for lane, _ in chosen if lane.qos > best]
+        if not worse:
+            break
+        hungry = min((lane.qos for lane in worse if lane.starved >= starvation_ticks), default=None)
+        if hungry is None or any(lane.qos == best and lane.starved >= starvation_ticks for lane in urgent):
+            order = [lane for lane in order if lane.qos <= best]
+        else:
+            order = [lane for lane in order if lane not in urgent or lane.qos >= hungry]
+        chosen = _share(order, tokens)
+        urgent = _finishing(chosen)
+    return tuple(Prefill(lane.id, share) for lane, share in chosen)
+
+
+def _share(order: Iterable[Request], tokens: int) -> list[tuple[Request, int]]:
+    chosen: list[tuple[Request, int]] = []
     for lane in order:
         share = min(tokens, lane.unfed)
         if share == 0:
             break
-        chosen.append(Prefill(lane.id, share))
+        chosen.append((lane, share))
         tokens -= share
-    return tuple(chosen)
+    return chosen
+
+
+def _finishing(chosen: Iterable[tuple[Request, int]]) -> list[Request]:
+    """Interactive and completion prompts that these shares finish."""
+    return [lane for lane, share in chosen if lane.qos <= URGENT and share == lane.unfed]
+
+
+def grant_exact(lane: Request, tokens: int, step: int) -> tuple[Prefill, ...]:
+    """Prefill of a batch-invariant lane: whole steps of a fixed size, so that its prompt is always cut at the same
+    places."""
+    whole = max(step, tokens // step * step)
+    return () if lane.decoding else (Prefill(lane.id, min(whole, lane.unfed)),)
 
 
 def grant_decode(
-    seated: Sequence[Request],
+    lanes: Sequence[Request],
     prefill: Sequence[Prefill],
-    rates: budget.Rates,
     *,
+    rounds: int,
     step: int,
-    open_tick: bool,
+    most: int,
     waiting: bool,
+    starvation_ticks: int,
 ) -> tuple[Decode, ...]:
     """Decode rounds for every lane that decodes, or begins to in this tick.
 
     Args:
-        seated: requests in lanes, in lane order.
+        lanes: those that tick, in lane order.
         prefill: the tick's prefill.
-        rates: measured rates.
+        rounds: what a tick of the length aimed at holds.
         step: the tick's prefill micro-batch; each brings one decode round, so that decoding lanes never stand still
             for longer than one micro-batch.
-        open_tick: a lane is free.
+        most: tokens to decode over all lanes; 0 is no bound. Starving lanes come first, then classes, then age.
         waiting: someone waits for a lane, so the tick ends when the first lane is known to.
+        starvation_ticks: ticks without a grant after which a lane is starving.
     """
-    completing = {chunk.request for chunk in prefill}
-    granted = sum(chunk.tokens for chunk in prefill)
-    lanes = [
-        (lane, lane.remaining_new if lane.decoding else lane.remaining_new - 1)
-        for lane in seated
-        if lane.decoding or (lane.id in completing and _completes(lane, prefill))
+    fed = {chunk.request: chunk.tokens for chunk in prefill}
+    going = [
+        (lane, lane.remaining_new - (not lane.decoding))
+        for lane in lanes
+        if lane.decoding or fed.get(lane.id) == lane.unfed
     ]
-    lanes = [(lane, left) for lane, left in lanes if left > 0]
-    if not lanes:
+    going = [(lane, left) for lane, left in going if left > 0]
+    if not going:
         return ()
-    shortest = min(left for _, left in lanes)
-    rounds = budget.decode_rounds(rates, open_tick=open_tick or shortest < budget.ROUNDS_FLOOR)
-    rounds = max(rounds, -(-granted // step))
+    rounds = max(rounds, -(-sum(fed.values()) // step))
     if waiting:
-        rounds = min(rounds, max(1, shortest))
-    return tuple(Decode(lane.id, min(rounds, left)) for lane, left in lanes)
+        rounds = min(rounds, min(left for _, left in going))
+    if most:
+        rounds = min(rounds, max(1, most // len(going)))
+        going.sort(key=lambda entry: (entry[0].starved < starvation_ticks, entry[0].qos, entry[0].id))
+        going = sorted(going[:most], key=lambda entry: entry[0].lane or 0)
+    return tuple(Decode(lane.id, min(rounds, left)) for lane, left in going)
 
 
-def _completes(lane: Request, prefill: Sequence[Prefill]) -> bool:
-    return any(chunk.request == lane.id and chunk.tokens == lane.unfed for chunk in prefill)
+def count_starved(lanes: Iterable[Request], prefill: Sequence[Prefill], decode: Sequence[Decode]) -> None:
+    """Book who got nothing out of a tick.
+
+    A lane in prefill starves while younger lanes are fed; one that decodes starves while it gets no grant. So equal
+    prompts are finished one after the other, oldest first, and none of them counts as starving meanwhile.
+    """
+    served = {chunk.request for chunk in prefill}
+    granted = {grant.request for grant in decode}
+    youngest = max(served, default=0)
+    for lane in lanes:
+        if lane.id in served or lane.id in granted:
+            lane.starved = 0
+        elif lane.decoding or youngest > lane.id:
+            lane.starved += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from superfluidd.scheduling.trail import Trail
 from superfluidd.types import FinishReason, QosClass, RequestId, SamplingParams
 
 
@@ -44,17 +45,24 @@ class Request:
 
     Attributes:
         id: also the order of arrival.
-        qos: class it is queued in.
+        qos: class it is queued and judged in; an operator may change it.
         tokens: prompt and generated tokens, all observed; never shortened.
         prompt: how many of them are the prompt.
         max_new: most tokens it may generate, fitted to the window.
         sampling: how it draws.
-        arrived: when it was submitted; ``queued``: when it last joined a queue; ``first_token``: when its first token
-            was observed, None before. Seconds on the caller's clock.
-        lane, sequence: its seat, None without one.
+        batch_invariant: its lane ticks alone.
+        media: it holds media, which cannot be fed again.
+        arrived: when it was submitted; ``queued``: when it last joined a queue; ``seated``: when it last got a lane;
+            ``first_token``, ``last_token``: when those were observed, None before. Seconds on the caller's clock.
+        queued_tick, seated_tick: number of the latest tick when it last joined a queue; of the tick that seated it.
+        risen: it got its lane because it had waited, ahead of a better class.
+        lane, sequence: its seat, None without one. A preempted request whose KV is still held keeps its sequence.
         fed: how many of ``tokens`` the engine holds KV for.
         decoding: its known tokens are all fed but the last, and it draws one more each round.
         pauses: how often it lost its lane.
+        starved: ticks in a row in which a younger lane was fed and this one, in prefill, was not.
+        abandoned: its latest prefill step was given up, and none has been finished since.
+        trail: what was decided about it.
     """
 
     id: RequestId
@@ -64,15 +72,25 @@ class Request:
     max_new: int
     sampling: SamplingParams
     arrived: float
+    batch_invariant: bool = False
+    media: bool = False
     queued: float = 0.0
+    seated: float = 0.0
     first_token: float | None = None
+    last_token: float | None = None
+    queued_tick: int = 0
+    seated_tick: int = 0
+    risen: bool = False
     lane: int | None = None
     sequence: int | None = None
     fed: int = 0
     decoding: bool = False
     pauses: int = 0
+    starved: int = 0
+    abandoned: bool = False
     reason: FinishReason | None = None
     phase: Phase = field(default=Phase.WAITING)
+    trail: Trail = field(default_factory=Trail)
 
     def move(self, to: Phase) -> None:
         """Change phase.
@@ -83,6 +101,11 @@ class Request:
         if to not in MOVES[self.phase]:
             raise IllegalMove(f"request {self.id} cannot go from {self.phase.value} to {to.value}")
         self.phase = to
+
+    @property
+    def preemptible(self) -> bool:
+        """Its lane may be taken: it is neither batch-invariant nor holds media."""
+        return not self.batch_invariant and not self.media
 
     @property
     def generated(self) -> int:

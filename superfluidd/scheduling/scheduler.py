@@ -6,37 +6,27 @@ See the package docstring for how it is driven and which rules it keeps.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Mapping, Sequence
 
 from superfluidd.errors import ContextLengthExceeded
 from superfluidd.scheduling import budget, planner
-from superfluidd.scheduling.plan import Admit, Admitted, Effect, Finished, OutOfOrder, Paused, Plan, TickReport
-from superfluidd.scheduling.pool import KvPool
-from superfluidd.scheduling.queues import ClassQueues
+from superfluidd.scheduling.books import Books
+from superfluidd.scheduling.plan import (
+    Decode,
+    Effect,
+    Finished,
+    OutOfOrder,
+    Paused,
+    Plan,
+    Prefill,
+    TickReport,
+)
+from superfluidd.scheduling.qos import URGENT
 from superfluidd.scheduling.request import Phase, Request
 from superfluidd.types import FinishReason, QosClass, RequestId, SamplingParams
 
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the scheduler may hand out, from the engine's hello.
-
-    Attributes:
-        lanes: requests that run at once.
-        shared: KV layout: one pool, or a window per sequence.
-        cells: KV cells in all.
-        sequences: engine sequences.
-        window: longest context of one sequence, tokens.
-        max_step: largest useful prefill micro-batch, tokens.
-    """
-
-    lanes: int
-    shared: bool
-    cells: int
-    sequences: int
-    window: int
-    max_step: int = 512
+TRAILS = 256
+"""Finished requests whose trails are kept."""
 
 
 class Observed(enum.Enum):
@@ -50,66 +40,8 @@ class Observed(enum.Enum):
     """Of a request that has ended or been cancelled, or a token recorded before: deliver nothing."""
 
 
-class Statistics(msgspec.Struct, frozen=True):
-    """Counters since the start, and the present state. Times are the caller's."""
-
-    ticks: int
-    submitted: int
-    finished: dict[FinishReason, int]
-    pauses: int
-    replans: int
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int
-    decode_rounds: int
-    decode_seconds: float
-    lanes: int
-    lanes_busy: int
-    queued: dict[QosClass, int]
-    cells: int
-    cells_promised: int
-    cells_used: int
-    rates: budget.Rates
-    threads: int
-
-
-class Scheduler:
-    """Queues, lanes and the KV pool's books for one model.
-
-    Args:
-        limits: what there is to hand out.
-        first_id: id of the first request; ids are unique over all models of a daemon.
-    """
-
-    def __init__(self, limits: Limits, first_id: int = 1) -> None:
-        self.limits = limits
-        self._next_id = first_id
-        self._requests: dict[RequestId, Request] = {}
-        self._queues = ClassQueues()
-        self._seats: dict[int, Request] = {}
-        self._pool = self._new_pool()
-        self._retire: list[tuple[RequestId, int]] = []
-        self._in_flight: Plan | None = None
-        self._stale = False
-        self._observed: dict[RequestId, int] = {}
-        self._admit_at_most: int | None = None
-        self._rates = budget.Rates()
-        self._submitted = 0
-        self._ticks = 0
-        self._pauses = 0
-        self._replans = 0
-        self._finished = dict.fromkeys(FinishReason, 0)
-        self._prefill_tokens = 0
-        self._prefill_seconds = 0.0
-        self._decode_tokens = 0
-        self._decode_rounds = 0
-        self._decode_seconds = 0.0
-        self._cells_used = 0
-        self._threads = 0
-
-    def _new_pool(self) -> KvPool:
-        limits = self.limits
-        return KvPool(shared=limits.shared, cells=limits.cells, sequences=limits.sequences, window=limits.window)
+class Scheduler(Books):
+    """Queues, lanes and the KV pool's books for one model. Arguments as for :class:`Books`."""
 
     # -- requests come and go -------------------------------------------------------------------------------------
 
@@ -123,6 +55,8 @@ class Scheduler:
         now: float,
         request: RequestId | None = None,
         param: str | None = None,
+        batch_invariant: bool = False,
+        media: bool = False,
     ) -> Request:
         """Queue a request and return its record.
 
@@ -134,6 +68,8 @@ class Scheduler:
             now: the caller's clock, seconds.
             request: its id, if the caller hands ids out.
             param: the client's field that held the prompt, for the error.
+            batch_invariant: its lane ticks alone.
+            media: it holds media: its lane is never taken.
 
         Raises:
             ContextLengthExceeded: the prompt alone does not fit the window. Nothing was queued.
@@ -152,14 +88,28 @@ class Scheduler:
             max_new=room if max_tokens is None else min(max_tokens, room),
             sampling=sampling,
             arrived=now,
+            batch_invariant=batch_invariant,
+            media=media,
             queued=now,
+            queued_tick=self._counters.ticks,
         )
-        self._submitted += 1
+        self._counters.submitted += 1
+        why = "batch-invariant, so it will tick alone" if batch_invariant else ""
+        self._note(record, "queued", now, count=self._queues.depth(qos), why=why)
         self._requests[record.id] = record
         self._queues.append(record)
+        self._mark_arrival(record, now)
         return record
 
-    def finish(self, request: RequestId, reason: FinishReason, error: str = "") -> list[Effect]:
+    def _mark_arrival(self, record: Request, now: float) -> None:
+        if record.qos <= URGENT:
+            self._urgent_at = now
+            if self._in_flight is not None:
+                self._arrived.append(record.id)
+
+    def finish(
+        self, request: RequestId, reason: FinishReason, error: str = "", now: float | None = None
+    ) -> list[Effect]:
         """End a request now, whatever it is doing. Nothing of it is delivered after this returned.
 
         An id that is not queued or running is ignored: it has ended already.
@@ -167,26 +117,71 @@ class Scheduler:
         record = self._requests.pop(request, None)
         if record is None:
             return []
-        if record.phase is Phase.RUNNING:
-            self._unseat(record)
-            self._stale = self._stale or self._in_flight is not None
-        else:
-            self._queues.remove(record)
+        if record.phase is Phase.RUNNING and self._in_flight is not None:
+            self._cancelled.append(request)
+        self._admission.leave(record)
         record.move(Phase.FINISHED)
-        record.reason = reason
-        self._finished[reason] += 1
+        record.decoding, record.fed, record.reason = False, 0, reason
+        self._counters.finished[reason] += 1
+        when = now if now is not None else max(record.arrived, record.last_token or 0.0, record.seated)
+        why = f"{reason.value} after {record.generated} tokens" + (f": {error}" if error else "")
+        self._note(record, "finished", when, why=why)
+        self._ended[record.id] = record.trail
+        if len(self._ended) > TRAILS:
+            self._ended.popitem(last=False)
         return [Finished(record.id, reason, error)]
 
-    def _unseat(self, record: Request) -> None:
-        """Give lane, sequence and cells back in the books; the next plan does it in the engine."""
-        assert record.lane is not None
-        assert record.sequence is not None
-        del self._seats[record.lane]
-        self._pool.release(record.sequence)
-        self._retire.append((record.id, record.sequence))
-        record.lane = record.sequence = None
-        record.fed = 0
-        record.decoding = False
+    def finish_all(self, reason: FinishReason, error: str = "") -> list[Effect]:
+        """End every request, oldest first."""
+        return [effect for request in list(self._requests) for effect in self.finish(request, reason, error)]
+
+    # -- an operator steers ---------------------------------------------------------------------------------------
+
+    def set_caps(self, caps: Mapping[QosClass, int | None]) -> None:
+        """Cap the lanes of these classes, or (None) no longer. Running lanes are not touched.
+
+        Raises:
+            ValueError: a cap is not 1 to the lanes there are; nothing was changed.
+        """
+        for qos, lanes in caps.items():
+            if lanes is not None and not 1 <= lanes <= self.limits.lanes:
+                raise ValueError(f"{lanes} lanes for {qos.label}: 1 to {self.limits.lanes} can be held")
+        merged = {**self._lanes.caps, **caps}
+        self._lanes.caps = {qos: lanes for qos, lanes in sorted(merged.items()) if lanes is not None}
+
+    def set_paused(self, qos: QosClass, paused: bool) -> None:
+        """Give a class no more lanes, or again; what runs goes on."""
+        (self._lanes.paused.add if paused else self._lanes.paused.discard)(qos)
+
+    def set_qos(self, request: RequestId, qos: QosClass, now: float) -> bool:
+        """Re-class a queued or running request; False if there is none of that id.
+
+        A queued one joins the end of its new class and keeps the wait it has behind it. A running one keeps its lane,
+        and is judged by the new class from now on.
+        """
+        record = self._requests.get(request)
+        if record is None:
+            return False
+        if record.qos is qos:
+            return True
+        waiting = record.phase is not Phase.RUNNING
+        if waiting:
+            self._queues.remove(record)
+        record.qos = qos
+        if waiting:
+            self._queues.append(record)
+            self._mark_arrival(record, now)
+        self._note(record, "reclassed", now)
+        return True
+
+    def set_critical(self, critical: bool) -> None:
+        """The operating system is out of memory, or no longer.
+
+        While it is, background requests get no lanes, and those that decode lose theirs with the next plan (source: the
+        specification, "Preemption").
+        """
+        self._admission.critical = critical
+        self._hurry = self._hurry or critical
 
     # -- the crank ------------------------------------------------------------------------------------------------
 
@@ -198,61 +193,78 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise OutOfOrder(f"tick {self._in_flight.tick} is in flight")
-        retire = tuple(request for request, _ in self._retire)
-        free = tuple(dict.fromkeys(sequence for _, sequence in self._retire))
-        admit = tuple(self._admit())
-        seated = [self._seats[lane] for lane in sorted(self._seats)]
-        if not seated and not retire:
+        tick, admission = self._counters.ticks + 1, self._admission
+        if admission.critical:
+            self._relieve(tick, now)
+        admit, lost = admission.admit(tick, now, self._admit_at_most)
+        self._effects += [Paused(record.id, "preempted by more urgent work") for record in lost]
+        seated = self._lanes.in_order()
+        if not seated and not admission.retire and not admission.free:
             return None
-        prefill = planner.grant_prefill(seated, budget.PREFILL_BUDGET)
-        step = budget.step_tokens(decoding=any(record.decoding for record in seated), max_step=self.limits.max_step)
-        decode = planner.grant_decode(
-            seated,
-            prefill,
-            self._rates,
-            step=step,
-            open_tick=len(seated) < self.limits.lanes,
-            waiting=len(self._queues) > 0,
-        )
-        self._ticks += 1
-        self._stale = False
-        self._observed = {}
+        ticking, exact = self._turns.take(seated)
+        open_tick = self._open(ticking)
+        target = budget.tick_target(self.policy, granular=self.limits.granular, open_tick=open_tick)
+        prefill, decode, step = self._grants(ticking, exact, open_tick, target, now)
+        planner.count_starved(() if exact else ticking, prefill, decode)
+        self._decode_grant = sum(grant.rounds for grant in decode)
+        self._counters.ticks = tick
+        self._cancelled, self._arrived, self._hurry, self._observed = [], [], False, {}
+        self._sent = len(admission.retire), len(admission.free)
         self._in_flight = Plan(
-            tick=self._ticks,
-            retire=retire,
-            free=free,
-            admit=admit,
+            tick=tick,
+            retire=tuple(dict.fromkeys(admission.retire)),
+            free=tuple(dict.fromkeys(admission.free)),
+            admit=tuple(admit),
             prefill=prefill,
             decode=decode,
             step_tokens=step,
+            exact=exact,
         )
         return self._in_flight
 
-    def _admit(self) -> list[Admit]:
-        """Seat queue heads while there is a lane and the pool can promise their cells.
+    def _relieve(self, tick: int, now: float) -> None:
+        """Critical memory pressure: every decoding background lane gives way."""
+        for record in reversed(self._lanes.in_order()):
+            if record.qos is QosClass.BACKGROUND and record.decoding and record.preemptible:
+                self._admission.preempt(record, tick, now, None, "memory is critical")
+                self._effects.append(Paused(record.id, "the machine is out of memory"))
 
-        The head is never overtaken by a smaller request behind it: it would wait for ever under a steady load.
-        """
-        seated: list[Admit] = []
-        while len(self._seats) < self.limits.lanes and self._admit_at_most != len(seated):
-            record = self._queues.head()
-            if record is None or not self._pool.fits(record.cells):
-                break
-            self._queues.remove(record)
-            record.move(Phase.RUNNING)
-            record.lane = next(lane for lane in range(self.limits.lanes) if lane not in self._seats)
-            record.sequence = self._pool.promise(record.cells)
-            self._seats[record.lane] = record
-            seated.append(
-                Admit(
-                    request=record.id,
-                    sequence=record.sequence,
-                    tokens=tuple(record.tokens),
-                    prompt=record.prompt,
-                    sampling=record.sampling,
-                )
+    def _open(self, ticking: Sequence[Request]) -> bool:
+        """A lane is free, or one is about to be: it ends within the tick that a full house would get."""
+        if not self._lanes.full:
+            return True
+        busy = budget.tick_target(self.policy, granular=self.limits.granular, open_tick=False)
+        rounds = budget.decode_rounds(self._rates, busy)
+        return any(lane.decoding and lane.remaining_new <= rounds for lane in ticking)
+
+    def _grants(
+        self, ticking: list[Request], exact: bool, open_tick: bool, target: float, now: float
+    ) -> tuple[tuple[Prefill, ...], tuple[Decode, ...], int]:
+        decoding = sum(lane.decoding for lane in ticking)
+        newcomer = open_tick or any(lane.qos > QosClass.INTERACTIVE for lane in ticking)
+        if not self.policy.prefill_budget:
+            busy = len(ticking) - decoding + len(self._queues)
+            self._adaptive = budget.adapt(self._adaptive, self._rates, target, prefilling=busy, decoding=decoding)
+        self._prefill_budget = budget.prefill_budget(self.policy, self._adaptive, self._rates, open_tick=newcomer)
+        if exact:
+            step = min(budget.EXACT_STEP, self.limits.max_step)
+            prefill = planner.grant_exact(ticking[0], self._prefill_budget, step)
+        else:
+            latency = decoding > 0 or (
+                self._urgent_at is not None and now - self._urgent_at < budget.LATENCY_MODE_SECONDS
             )
-        return seated
+            step = budget.step_tokens(self._rates, latency=latency, max_step=self.limits.max_step)
+            prefill = planner.grant_prefill(ticking, self._prefill_budget, self.policy.starvation_ticks)
+        decode = planner.grant_decode(
+            ticking,
+            prefill,
+            rounds=budget.decode_rounds(self._rates, target),
+            step=step,
+            most=self.policy.decode_budget,
+            waiting=len(self._queues) > 0,
+            starvation_ticks=self.policy.starvation_ticks,
+        )
+        return prefill, decode, step
 
     def observe(self, request: RequestId, position: int, token: int, *, end: bool, now: float) -> Observed:
         """Record a token before anyone sees it.
@@ -265,7 +277,7 @@ class Scheduler:
             now: the caller's clock, seconds.
 
         Returns:
-            What to do with it. After ``FINISHED`` the request has ended; :meth:`ending` says how.
+            What to do with it. After ``FINISHED`` the request has ended.
 
         Raises:
             OutOfOrder: a token was left out, or the request is not in a lane.
@@ -279,16 +291,19 @@ class Scheduler:
             return Observed.IGNORED
         record.tokens.append(token)
         record.decoding = True
+        record.abandoned = False
         record.fed = len(record.tokens) - 1
+        record.last_token = now
         self._observed[request] = self._observed.get(request, 0) + 1
-        self._decode_tokens += 1
+        self._counters.decode_tokens += 1
         if record.first_token is None:
             record.first_token = now
+            self._note(record, "first-token", now, why=f"{now - record.arrived:.3f} s")
         if not end and record.remaining_new > 0:
             return Observed.ACCEPTED
-        stale = self._stale
-        self.finish(request, FinishReason.STOP if end else FinishReason.LENGTH)
-        self._stale = stale  # the engine knows that this lane is over; nothing to hurry for on its account
+        cancelled = list(self._cancelled)
+        self.finish(request, FinishReason.STOP if end else FinishReason.LENGTH, now=now)
+        self._cancelled = cancelled  # the engine knows that this lane is over; nothing to hurry for on its account
         return Observed.FINISHED
 
     def apply(self, report: TickReport, now: float) -> list[Effect]:
@@ -304,161 +319,68 @@ class Scheduler:
         if report.outcome == "replan":
             return self._replan(plan, report, now)
         self._admit_at_most = None
-        del self._retire[: len(plan.retire)]
+        del self._admission.retire[: self._sent[0]]
+        del self._admission.free[: self._sent[1]]
         for request, produced in report.decoded:
-            record = self._requests.get(request)
-            if record is not None and self._observed.get(request, 0) != produced:
+            if request in self._requests and self._observed.get(request, 0) != produced:
                 raise OutOfOrder(
                     f"{produced} tokens reported of request {request}, {self._observed.get(request, 0)} seen"
                 )
         for request, fed in report.prefilled:
-            self._prefill_tokens += fed
             record = self._requests.get(request)
-            if record is not None and not record.decoding:
-                record.fed += fed
+            if record is not None:
+                record.abandoned = False
+                record.fed += 0 if record.decoding else fed
+        for request, lost in report.abandoned:
+            record = self._requests.get(request)
+            if record is not None:
+                record.abandoned = True
+                self._note(record, "abandoned", now, tokens=lost, why="something more urgent")
         self._cells_used = report.cells_used
         self._threads = report.timing.threads or self._threads
         self._rates = self._rates.updated(report.timing)
-        self._prefill_seconds += report.timing.prefill_seconds
-        self._decode_rounds += report.timing.decode_rounds
-        self._decode_seconds += report.timing.decode_seconds
-        effects: list[Effect] = [Admitted(admitted.request) for admitted in plan.admit]
+        self._counters.take(report)
+        effects: list[Effect] = []
         for fault in report.faults:
-            effects += self.finish(fault.request, FinishReason.ERROR, fault.message)
-        self._stale = False
+            effects += self.finish(fault.request, FinishReason.ERROR, fault.message, now)
+        self._cancelled, self._arrived = [], []
         return effects
 
     def _replan(self, plan: Plan, report: TickReport, now: float) -> list[Effect]:
         """Nothing ran. Whom the plan admitted goes back to the queue heads, and the next plan admits fewer."""
-        self._replans += 1
+        self._counters.replans += 1
         if not plan.admit:
             raise OutOfOrder(f"tick {plan.tick} was refused though it admitted nobody: {report.reason}")
-        for admitted in reversed(plan.admit):
-            record = self._requests.get(admitted.request)
+        for seat in reversed(plan.admit):
+            record = self._requests.get(seat.request)
             if record is not None:
-                self._requeue(record, Phase.PREEMPTED if record.pauses else Phase.WAITING)
-        # The engine never seated them, nor does it know them.
-        never_seated = {admitted.request for admitted in plan.admit}
-        self._retire = [(request, sequence) for request, sequence in self._retire if request not in never_seated]
+                self._admission.undo(record, plan.tick, now, report.reason)
+        # The engine never seated them, so it has no lanes of theirs to forget; their sequences may still need emptying.
+        never_seated = {seat.request for seat in plan.admit}
+        retire = self._admission.retire
+        retire[:] = [request for request in retire if request not in never_seated or request in plan.retire]
         self._admit_at_most = len(plan.admit) // 2
-        if self._admit_at_most == 0 and not self._seats:
+        if self._admit_at_most == 0 and not len(self._lanes):
             # Alone in an empty engine and still refused: it will never fit.
             self._admit_at_most = None
-            effects: list[Effect] = []
-            for admitted in plan.admit:
-                effects += self.finish(
-                    admitted.request,
-                    FinishReason.ERROR,
-                    f"the engine cannot hold this request: {report.reason}",
-                )
-            return effects
+            why = f"the engine cannot hold this request: {report.reason}"
+            return [e for seat in plan.admit for e in self.finish(seat.request, FinishReason.ERROR, why, now)]
         return []
-
-    def _requeue(self, record: Request, phase: Phase) -> None:
-        self._unseat(record)
-        record.move(phase)
-        self._queues.prepend(record)
 
     def engine_lost(self, now: float) -> list[Effect]:
         """The engine died with everything it held. Lanes go back to their queue heads and keep their tokens."""
-        effects: list[Effect] = []
-        for lane in sorted(self._seats, key=lambda lane: self._seats[lane].id, reverse=True):
-            record = self._seats[lane]
-            record.pauses += 1
-            record.queued = now
-            self._pauses += 1
-            self._requeue(record, Phase.PREEMPTED)
-            effects.append(Paused(record.id, "the engine is being restarted"))
-        self._retire.clear()
+        tick = self._counters.ticks
+        records = sorted(self._lanes.in_order(), key=lambda record: record.id)
+        for record in reversed(records):
+            self._admission.lose_engine(record, tick, now)
+        self._admission.lose_held()
         self._in_flight = None
-        self._stale = False
+        self._cancelled, self._arrived = [], []
         self._admit_at_most = None
         self._cells_used = 0
-        effects.reverse()
+        return [Paused(record.id, "the engine is being restarted") for record in records]
+
+    def take_effects(self) -> list[Effect]:
+        """What plans have done to requests since this was last asked."""
+        effects, self._effects = self._effects, []
         return effects
-
-    def finish_all(self, reason: FinishReason, error: str = "") -> list[Effect]:
-        """End every request, oldest first."""
-        return [effect for request in list(self._requests) for effect in self.finish(request, reason, error)]
-
-    # -- looking in -----------------------------------------------------------------------------------------------
-
-    @property
-    def should_interrupt(self) -> bool:
-        """The tick in flight is no longer the best plan: a lane in it was cancelled, or a waiting request could be
-        seated now. The engine should end it at its next step."""
-        if self._in_flight is None:
-            return False
-        if self._stale:
-            return True
-        head = self._queues.head()
-        return head is not None and len(self._seats) < self.limits.lanes and self._pool.fits(head.cells)
-
-    @property
-    def idle(self) -> bool:
-        """Nothing queued, nothing running."""
-        return not self._requests
-
-    @property
-    def window(self) -> int:
-        """The longest context any request can have, tokens."""
-        return self._pool.limit
-
-    def request(self, request: RequestId) -> Request | None:
-        """A queued or running request's record: to read, not to change."""
-        return self._requests.get(request)
-
-    def seated(self) -> list[Request]:
-        """Running requests in lane order: to read, not to change."""
-        return [self._seats[lane] for lane in sorted(self._seats)]
-
-    def queued(self) -> list[Request]:
-        """Waiting requests in the order they would be served: to read, not to change."""
-        return list(self._queues)
-
-    def why_waiting(self) -> str:
-        """What the next request in line waits for, in words for people."""
-        head = self._queues.head()
-        if head is None:
-            return ""
-        if len(self._seats) >= self.limits.lanes:
-            return f"a lane: all {self.limits.lanes} are busy"
-        if not self._pool.fits(head.cells):
-            free = self.limits.cells - self._pool.promised
-            return f"KV cells: needs {head.cells}, {free} of {self.limits.cells} are free"
-        return "the tick in flight"
-
-    def statistics(self) -> Statistics:
-        """Counters and state, in one consistent record."""
-        return Statistics(
-            ticks=self._ticks,
-            submitted=self._submitted,
-            finished=dict(self._finished),
-            pauses=self._pauses,
-            replans=self._replans,
-            prefill_tokens=self._prefill_tokens,
-            prefill_seconds=self._prefill_seconds,
-            decode_tokens=self._decode_tokens,
-            decode_rounds=self._decode_rounds,
-            decode_seconds=self._decode_seconds,
-            lanes=self.limits.lanes,
-            lanes_busy=len(self._seats),
-            queued=self._queues.depths(),
-            cells=self.limits.cells,
-            cells_promised=self._pool.promised,
-            cells_used=self._cells_used,
-            rates=self._rates,
-            threads=self._threads,
-        )
-
-    def check_integrity(self) -> None:
-        """Raise :class:`OutOfOrder` unless the books agree with themselves, and at idle with the engine's count."""
-        waiting = {record.id for record in self._queues}
-        running = {record.id for record in self._seats.values()}
-        if waiting & running or waiting | running != set(self._requests):
-            raise OutOfOrder(f"requests {sorted(self._requests)}, waiting {sorted(waiting)}, running {sorted(running)}")
-        promised = sum(record.cells for record in self._seats.values())
-        if promised != self._pool.promised or (self.limits.shared and promised > self.limits.cells):
-            raise OutOfOrder(f"{self._pool.promised} cells promised, {promised} owed, {self.limits.cells} in all")
-        if self.idle and not self._retire and self._in_flight is None and self._cells_used:
-            raise OutOfOrder(f"nothing runs but the engine holds {self._cells_used} cells")

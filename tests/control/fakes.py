@@ -6,9 +6,11 @@ from typing import Any, cast
 
 import trio
 
-from superfluidd.control.protocol import LaneView, ModelView, QueueView, StatusResult
+from superfluidd.control.protocol import ClassView, Explanation, LaneView, ModelView, QueueView, StatusResult
 from superfluidd.daemon.service import Service
 from superfluidd.errors import UnknownRequest
+from superfluidd.scheduling.qos import parse_class
+from superfluidd.types import QosClass
 
 LANE = LaneView(
     model="m",
@@ -72,12 +74,30 @@ STATUS = StatusResult(
 )
 
 
+CLASSES = (
+    ClassView(model="m", qos="interactive", cap=None, held=0, queued=0, lanes=8, paused=False),
+    ClassView(model="m", qos="completion", cap=None, held=0, queued=0, lanes=8, paused=False),
+    ClassView(model="m", qos="agent", cap=6, held=2, queued=1, lanes=8, paused=False),
+    ClassView(model="m", qos="background", cap=2, held=0, queued=4, lanes=8, paused=True),
+)
+STORY = Explanation(
+    model="m",
+    request=7,
+    origin="req-7",
+    state="running",
+    now="in lane 0: decoding class=agent",
+    sentences=("    0.000 s  queued as agent, nobody ahead of it in its class", "    0.010 s  got lane 0"),
+    trail=({"at": 1.0, "tick": 3, "kind": "queued", "qos": "agent"}, {"at": 1.01, "tick": 4, "kind": "admitted"}),
+)
+
+
 class FakeService:
     """Answers with the records above; ``idle`` decides when a drain has waited long enough."""
 
     def __init__(self) -> None:
         self.drained = False
         self.cancelled: list[str] = []
+        self.steered: list[tuple[object, ...]] = []
         self.idle = trio.Event()
 
     def status(self) -> StatusResult:
@@ -96,6 +116,24 @@ class FakeService:
             raise UnknownRequest(f"no request {ident}")
         self.cancelled.append(ident)
         return (7,)
+
+    def explain(self, ident: str) -> tuple[Explanation, ...]:
+        if ident != "7":
+            raise UnknownRequest(f"no request {ident}")
+        return (STORY,)
+
+    def classes(self) -> tuple[ClassView, ...]:
+        return CLASSES
+
+    def set_caps(self, caps: dict[str, int | None]) -> None:
+        self.steered.append(("caps", caps))
+
+    def set_qos(self, ident: str, qos: str) -> tuple[tuple[int, ...], QosClass]:
+        self.steered.append(("qos", ident, qos))
+        return (7,), parse_class(qos)
+
+    def set_class_paused(self, qos: str, paused: bool) -> None:
+        self.steered.append(("paused", qos, paused))
 
     def drain(self) -> None:
         self.drained = True

@@ -174,8 +174,16 @@ def test_root_may_do_everything() -> None:
 def test_roles_are_compared_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "role_of", lambda peer, owner: "observer")
     service = FakeService()
+    params: dict[str, dict[str, object]] = {
+        "cancel": {"id": "7"},
+        "explain": {"id": "7"},
+        "set_caps": {"caps": {"background": 2}},
+        "set_qos": {"id": "7", "qos": "agent"},
+        "pause": {"qos": "agent"},
+        "resume": {"qos": "agent"},
+    }
     for method in protocol.METHODS:
-        reply = ask(method.name, {"id": "7"} if method.name == "cancel" else None, service=service)
+        reply = ask(method.name, params.get(method.name), service=service)
         assert ("result" in reply) == (method.role == "observer"), method.name
     assert not service.drained
     assert not service.cancelled

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,50 @@ def test_a_request_seen_and_cancelled(daemon: Daemon) -> None:
     again = daemon.sfctl("cancel", ident)
     assert (again.returncode, again.stdout) == (REFUSED, "")
     assert again.stderr.startswith("sfctl: no queued or running request is called")
+
+
+def test_caps_are_shown_and_changed(daemon: Daemon) -> None:
+    shown = daemon.sfctl("caps")
+    assert shown.stdout.splitlines()[0].split() == ["MODEL", "CLASS", "CAP", "HELD", "QUEUED", "STATE"]
+    assert [line.split()[1:3] for line in shown.stdout.splitlines()[1:]] == [
+        ["interactive", "-"], ["completion", "-"], ["agent", "-"], ["background", "-"]
+    ]  # fmt: skip
+    changed = daemon.sfctl("caps", "set", "background=1", "agent=2")
+    assert changed.returncode == 0
+    assert "background   1 of 2" in changed.stdout
+    refused = daemon.sfctl("caps", "set", "background=off", "agent=3")
+    assert (refused.returncode, refused.stdout) == (REFUSED, "")
+    assert "from 1 to 2 (the lanes there are)" in refused.stderr
+    assert "background   1 of 2" in daemon.sfctl("caps").stdout, "nothing was changed"
+    assert "- " in daemon.sfctl("caps", "set", "background=off", "agent=off").stdout
+    for wrong in (["set"], ["set", "background"], ["set", "background=many"], ["put", "background=1"]):
+        done = daemon.sfctl("caps", *wrong)
+        assert (done.returncode, done.stdout) == (USAGE, "")
+        assert "background=2" in done.stderr
+
+
+def test_a_class_is_paused_and_a_waiting_request_explained_and_re_classed(daemon: Daemon) -> None:
+    assert "paused" in daemon.sfctl("pause", "background").stdout
+    headers = {"x-superfluid-qos": "background", "x-request-id": "batch-1"}
+    chunks: list[object] = []
+    client = threading.Thread(target=lambda: chunks.extend(daemon.stream("hello", headers, max_tokens=3)))
+    client.start()
+    wait_for(lambda: "batch-1" in daemon.sfctl("queue").stdout, 5, "the request in the queue")
+    story = daemon.sfctl("explain", "batch-1").stdout
+    assert "(batch-1) on simulated\n" in story
+    assert "queued as background, nobody ahead of it in its class" in story
+    assert "now: number 1 of the background queue; it waits for an operator: background is paused" in story
+    raw = json.loads(daemon.sfctl("explain", "--json", "batch-1").stdout)
+    assert raw["requests"][0]["trail"][0]["kind"] == "queued"
+    done = daemon.sfctl("qos", "batch-1", "interactive")
+    assert (done.returncode, done.stdout) == (0, f"{raw['requests'][0]['request']} is interactive now\n")
+    client.join(10)
+    assert chunks
+    assert "re-classed to interactive by an operator" in daemon.sfctl("explain", "batch-1").stdout
+    assert "paused" not in daemon.sfctl("resume", "background").stdout
+    for verb in (["explain", "nobody"], ["qos", "nobody", "agent"], ["pause", "urgent"]):
+        refused = daemon.sfctl(*verb)
+        assert (refused.returncode, refused.stdout) == (REFUSED, "")
 
 
 def test_the_environment_names_the_socket_and_the_flag_outweighs_it(daemon: Daemon, tmp_path: Path) -> None:

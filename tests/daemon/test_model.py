@@ -83,18 +83,53 @@ async def test_first_token_and_end_come_at_the_exact_moment(autojump_clock: Mock
     assert done.usage.completion == 3
 
 
-async def test_an_arrival_in_mid_tick_is_seated_at_the_next_step(autojump_clock: MockClock, model: Model) -> None:
+async def test_an_agent_that_arrives_in_mid_tick_waits_for_the_tick(autojump_clock: MockClock, model: Model) -> None:
     long = ask(model, prompt(1, 900), 1)
     await trio.sleep(0.1)
     start = trio.current_time()
     short = ask(model, prompt(2, 10), 1)
     _, done, _ = await read(short)
-    # The step in flight feeds 512 tokens; then the short prompt goes first, packed with what is left of the long one.
-    step = PREFILL_SECONDS + 512 / PREFILL_RATE
-    both = PREFILL_SECONDS + (10 + 388) / PREFILL_RATE
-    assert trio.current_time() - start == pytest.approx(step - 0.1 + both, abs=1e-9)
+    # The tick in flight feeds a chunk of 512 tokens. At 400 tokens a second half a second of work is one step of 128:
+    # the next tick feeds the short prompt first and 118 tokens of the long one, in one call.
+    chunk = PREFILL_SECONDS + 512 / PREFILL_RATE
+    both = PREFILL_SECONDS + 128 / PREFILL_RATE
+    assert trio.current_time() - start == pytest.approx(chunk - 0.1 + both, abs=1e-9)
     assert done.reason is FinishReason.LENGTH
     await read(long)
+
+
+async def test_a_chat_that_arrives_in_mid_step_has_the_step_given_up(autojump_clock: MockClock, model: Model) -> None:
+    long = ask(model, prompt(1, 900), 1)
+    await trio.sleep(0.1)
+    start = trio.current_time()
+    _, done, _ = await read(ask(model, prompt(2, 10), 1, qos=QosClass.INTERACTIVE))
+    # The step in flight is given up at once, and nothing is fed beside a chat that finishes.
+    assert trio.current_time() - start == pytest.approx(PREFILL_SECONDS + 10 / PREFILL_RATE, abs=1e-9)
+    assert done.reason is FinishReason.LENGTH
+    assert model.view().abandoned_prefill_tokens == 512
+    await read(long)
+    await trio.sleep(0.1)  # its last token comes before the report that counts the last tick
+    assert model.view().prefill_tokens == 910, "what was given up was not counted as fed"
+
+
+async def test_no_lane_is_given_up_twice_without_getting_on(autojump_clock: MockClock, model: Model) -> None:
+    """Chats that come faster than the long prompt's steps cannot keep it from being prefilled."""
+    long = ask(model, prompt(1, 600), 1)
+    done: list[float] = []
+
+    async def chats() -> None:
+        while True:
+            await read(ask(model, prompt(2, 4), 1, qos=QosClass.INTERACTIVE))
+            await trio.sleep(0.01)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(chats)
+        await read(long)
+        done.append(trio.current_time())
+        nursery.cancel_scope.cancel()
+    assert model.view().abandoned_prefill_tokens > 0
+    # A step in two is finished at the least: 600 tokens in steps of 64 and more, each at most twice, and the chats.
+    assert done[0] < 2 * 600 / PREFILL_RATE + 20 * 0.1
 
 
 async def test_more_requests_than_lanes_all_finish_in_order_of_arrival(autojump_clock: MockClock, model: Model) -> None:

@@ -17,7 +17,7 @@ import pytest
 import trio
 
 from superfluidd.engine.client import Engine
-from superfluidd.engine.executor import Executor
+from superfluidd.engine.executor import Executor, StepStarting
 from superfluidd.engine.port import EngineInfo, Feed, Runtime, StepFailed
 from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.scheduling.plan import Admit, Decode, Plan, Prefill, TickReport
@@ -113,17 +113,23 @@ class Local(Driver):
         self.info = runtime.info
         self.executor = Executor(runtime)
         self._pieces: list[bytes] = []
+        self.abandon_next = False
+        """Give the next prefill step up."""
 
     async def _run(self, plan: Plan, stop_after: int | None) -> Tick:
         await trio.lowlevel.checkpoint()
         steps: list[StepDone] = []
         reports: list[TickReport] = []
 
-        def run() -> Generator[StepDone, None, None]:
+        def run() -> Generator[StepDone | StepStarting, None, None]:
             reports.append((yield from self.executor.run(plan, lambda: len(steps) == stop_after)))
 
         for step in run():
-            steps += [step]
+            if isinstance(step, StepDone):
+                steps += [step]
+            elif self.abandon_next:
+                self.abandon_next = False
+                self.runtime.abandon(True)
         return Tick(reports[0], steps)
 
     async def tokenize(self, text: str) -> list[int]:
@@ -178,11 +184,11 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    def step(self, feeds: Sequence[Feed]) -> None:
+    def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
         """Fail whole, as the port demands: nothing of the step is kept."""
         if any(feed.sequence == self.sequence for feed in feeds):
             raise StepFailed("this sequence is broken")
-        self._runtime.step(feeds)
+        self._runtime.step(feeds, abandonable=abandonable)
 
 
 def seat(
@@ -283,6 +289,50 @@ class Contract:
             step_tokens=len(others[0]),
         )
         assert [out.request for out in tick.out] == [2, 1]
+
+    async def test_a_step_that_is_given_up_has_not_happened(
+        self, driver: Driver, prompt: list[int], others: list[list[int]]
+    ) -> None:
+        if not isinstance(driver, Local) or not driver.info.abandons:
+            return  # whoever is not asked in time computes the step: nothing can be told about when that is
+        await driver.run(
+            admit=(seat(1, 0, prompt), seat(2, 1, others[0])),
+            prefill=(Prefill(1, 2), Prefill(2, len(others[0]))),
+            decode=(Decode(2, 1),),
+        )
+        held = [driver.runtime.length(sequence) for sequence in (0, 1)]
+        driver.abandon_next = True
+        tick = await driver.run(prefill=(Prefill(1, len(prompt) - 2),), decode=(Decode(1, 3), Decode(2, 2)))
+        assert tick.report.outcome == "stopped"
+        assert tick.report.abandoned == ((1, len(prompt) - 2),)
+        assert dict(tick.report.decoded) == {2: 1}, "the round before the step counts"
+        assert tick.report.prefilled == ()
+        assert [driver.runtime.length(sequence) for sequence in (0, 1)] == [held[0], held[1] + 1]
+        again = await driver.run(prefill=(Prefill(1, len(prompt) - 2),), decode=(Decode(1, 3),))
+        fresh = await driver.run(
+            admit=(seat(3, 2, prompt),), prefill=(Prefill(3, len(prompt)),), decode=(Decode(3, 3),)
+        )
+        assert again.tokens(1) == fresh.tokens(3)
+
+    async def test_a_preempted_lanes_tokens_stay_and_it_goes_on_in_another_lane(
+        self, driver: Driver, prompt: list[int]
+    ) -> None:
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        whole = await driver.run(
+            admit=(seat(1, 0, prompt, params),), prefill=(Prefill(1, len(prompt)),), decode=(Decode(1, 5),)
+        )
+        await driver.run(retire=(1,), free=(0,))
+        first = await driver.run(
+            admit=(seat(2, 0, prompt, params),), prefill=(Prefill(2, len(prompt)),), decode=(Decode(2, 2),)
+        )
+        await driver.run(retire=(2,))
+        known = [*prompt, *first.tokens(2)]
+        rest = await driver.run(
+            admit=(seat(2, 0, known, params, prompt=len(prompt), cached=len(known) - 1),),
+            prefill=(Prefill(2, 1),),
+            decode=(Decode(2, 2),),
+        )
+        assert first.tokens(2) + rest.tokens(2) == whole.tokens(1)
 
     # -- decode ---------------------------------------------------------------------------------------------------
 

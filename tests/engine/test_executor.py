@@ -110,6 +110,9 @@ class Recording:
     def before_prefill(self, runtime: Runtime) -> None:
         self.calls.append(("before prefill",))
 
+    def before_exact(self, runtime: Runtime) -> None:
+        self.calls.append(("before exact",))
+
 
 def run_whole(executor: Executor, plan: Plan) -> Any:
     steps = executor.run(plan, lambda: False)
@@ -140,6 +143,14 @@ def test_the_thread_policy_is_told_of_every_step_and_its_cost() -> None:
     assert run_whole(Executor(SimulatedRuntime(SPEC)), Plan(1)).timing.threads == FixedThreads.current == 0
 
 
+def test_a_batch_invariant_tick_teaches_the_thread_policy_nothing() -> None:
+    policy = Recording()
+    executor = Executor(SimulatedRuntime(SPEC), policy)
+    plan = Plan(1, admit=(seat(1, 0, PROMPT),), prefill=(Prefill(1, 4),), decode=(Decode(1, 2),), exact=True)
+    run_whole(executor, plan)
+    assert policy.calls == [("before exact",)] * 3
+
+
 def test_rounds_and_micro_batches_take_turns_rounds_first() -> None:
     policy = Recording()
     executor = Executor(SimulatedRuntime(SPEC), policy)
@@ -166,9 +177,9 @@ class Listening(SimulatedRuntime):
         self.fail: Exception | None = None
         self.feeds: list[list[Feed]] = []
 
-    def step(self, feeds: Sequence[Feed]) -> None:
+    def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
         self.feeds.append(list(feeds))
-        super().step(feeds)
+        super().step(feeds, abandonable=abandonable)
 
     def choose(self, feed: int, draw: Draw) -> Choice:
         self.draws.append((draw.position, tuple(draw.history), draw.prompt))

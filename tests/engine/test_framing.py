@@ -42,14 +42,16 @@ REPORT = TickReport(
 )
 INFO = EngineInfo(
     runtime="simulated", version="1", architecture="none", description="for a test", layout="shared", cells=10,
-    sequences=2, window=5, trained_context=5, bytes_per_cell=1, weights_bytes=1 << 40, cut="window",
-    round_granular=False, packs_prefill_with_decode=True, max_step=4, threads=3, vocabulary=100, add_bos=True, bos=-1,
-    eos=2, end_tokens=(2, 3), fim=(4, 5, 6), chat_template="{{ 日本 }}", bos_text="<s>", eos_text="</s>",
+    lanes=2, sequences=4, window=5, trained_context=5, bytes_per_cell=1, weights_bytes=1 << 40, cut="window",
+    round_granular=False, abandons=True, packs_prefill_with_decode=True, max_step=4, threads=3, vocabulary=100,
+    add_bos=True, bos=-1, eos=2, end_tokens=(2, 3), fim=(4, 5, 6), chat_template="{{ 日本 }}", bos_text="<s>",
+    eos_text="</s>",
 )  # fmt: skip
 TO_WORKER: list[wire.ToWorker] = [
-    wire.Load(wire.PROTOCOL, wire.LoadSpec("llamacpp", "/models/é.gguf", 4, 256, "shared", 512, 2, 128, 2.0)),
+    wire.Load(wire.PROTOCOL, wire.LoadSpec("llamacpp", "/models/é.gguf", 4, 256, "shared", 512, 2, 128, 2.0, 1)),
     wire.Tick(PLAN),
     wire.Interrupt(7),
+    wire.Interrupt(7, abandon=True),
     wire.Tokenize(1, "text \0 😀", True, False),
     wire.Shutdown(),
 ]

@@ -141,10 +141,10 @@ class Daemon:
         assert reply.status_code == 200, reply.text
         return reply.json()
 
-    def stream(self, prompt: str, **fields: Any) -> Iterator[Any]:
+    def stream(self, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> Iterator[Any]:
         """A streaming completion: its chunks as JSON, checked to end in [DONE]."""
         body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
-        with self.http.stream("POST", "/v1/completions", json=body) as reply:
+        with self.http.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
             assert reply.status_code == 200, reply.read()
             last = ""
             for line in reply.iter_lines():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from superfluidd.errors import ContextLengthExceeded, InvalidValue
 from superfluidd.scheduling import budget
+from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.plan import (
     Decode,
     Finished,
@@ -16,12 +18,13 @@ from superfluidd.scheduling.plan import (
     Prefill,
     TickReport,
     Timing,
+    Urgency,
 )
 from superfluidd.scheduling.pool import KvPool
 from superfluidd.scheduling.qos import ALIASES, parse_class
 from superfluidd.scheduling.queues import ClassQueues
 from superfluidd.scheduling.request import MOVES, IllegalMove, Phase, Request
-from superfluidd.scheduling.scheduler import Limits, Observed, Scheduler
+from superfluidd.scheduling.scheduler import Observed, Scheduler
 from superfluidd.types import FinishReason, QosClass, SamplingParams
 from tests.scheduling.fake_engine import submit
 
@@ -96,31 +99,60 @@ def test_queues_serve_classes_in_order_and_each_first_come_first_served() -> Non
     queues.remove(records[3])
     again = Request(9, QosClass.AGENT, [1], 1, 1, SamplingParams(), 0.0)
     queues.prepend(again)
-    assert queues.head() is again
+    assert queues.head(QosClass.AGENT) is again
+    assert queues.position(records[2]) == 3
+    assert [head.id for head in queues.heads(tick=0, period=8)] == [9, 0]
+    with pytest.raises(KeyError):
+        queues.position(records[3])
     assert [record.id for record in queues] == [9, 1, 2, 0]
     assert queues.depths()[QosClass.AGENT] == 3
     assert len(queues) == 4
-    assert ClassQueues().head() is None
+    assert ClassQueues().heads(0, 8) == []
 
 
 def test_a_shared_pool_promises_each_cell_once() -> None:
     pool = KvPool(shared=True, cells=100, sequences=3, window=80)
     assert pool.limit == 80
     assert not pool.fits(81)
-    assert pool.promise(60) == 0
+    assert pool.promise(60) == (0, [])
     assert not pool.fits(41)
-    assert pool.promise(40) == 1
+    assert pool.promise(40) == (1, [])
     with pytest.raises(ValueError, match="100 of 100"):
         pool.promise(1)
     pool.release(0)
     assert pool.promised == 40
-    assert pool.promise(10) == 0, "the lowest free sequence"
+    assert pool.promise(10) == (0, []), "the lowest free sequence"
+
+
+def test_what_is_held_goes_when_a_promise_needs_it_worst_rank_first() -> None:
+    pool = KvPool(shared=True, cells=100, sequences=3, window=80)
+    for cells in (30, 30, 40):
+        pool.promise(cells)
+    pool.hold(0, 20, (3, 1))
+    pool.hold(1, 25, (3, 2))
+    assert (pool.promised, pool.held) == (40, 45)
+    assert pool.fits(60)
+    assert not pool.fits(61)
+    assert pool.promise(30, own=0) == (0, []), "20 cells go on as 30, and 25 stay held"
+    assert pool.promise(30) == (1, [1]), "no sequence is free, so one that is held gives way"
+    assert pool.held == 0
+    pool.release(2)
+    pool.hold(0, 10, (2, 3))
+    pool.hold(1, 10, (3, 4))
+    assert pool.promise(80) == (2, []), "20 cells held and 80 promised are all there is"
+    pool.release(2)
+    assert pool.promise(70)[1] == []
+    pool.release(2)
+    pool.drop(1)
+    assert pool.held == 10
 
 
 def test_a_window_per_sequence_needs_only_a_free_sequence() -> None:
     pool = KvPool(shared=False, cells=128, sequences=2, window=64)
-    assert [pool.promise(64), pool.promise(64)] == [0, 1]
+    assert [pool.promise(64), pool.promise(64)] == [(0, []), (1, [])]
     assert not pool.fits(1)
+    pool.hold(0, 9, (2, 1))
+    assert pool.promise(64) == (0, [0])
     assert KvPool(shared=True, cells=40, sequences=2, window=64).limit == 40
 
 
@@ -128,20 +160,12 @@ def test_a_window_per_sequence_needs_only_a_free_sequence() -> None:
 
 
 def test_rounds_aim_at_the_tick_target() -> None:
-    rates = budget.Rates(round_seconds=0.005)
-    assert budget.decode_rounds(rates, open_tick=True) == 10
-    assert budget.decode_rounds(rates, open_tick=False) == 50
-    assert budget.decode_rounds(budget.Rates(round_seconds=0.1), open_tick=True) == budget.ROUNDS_FLOOR
-    assert budget.decode_rounds(budget.Rates(round_seconds=1e-6), open_tick=False) == budget.ROUNDS_CEILING
-    assert budget.decode_rounds(budget.Rates(), open_tick=True) == budget.ROUNDS_FLOOR
-
-
-def test_rates_are_moving_averages() -> None:
-    rates = budget.Rates().updated(Timing(10, 10, 0.1, 100, 0.5))
-    assert rates == budget.Rates(0.01, 200.0)
-    again = rates.updated(Timing(10, 10, 0.2, 0, 0.0))
-    assert again.round_seconds == pytest.approx(0.7 * 0.01 + 0.3 * 0.02)
-    assert again.prefill_tokens_per_second == 200.0
+    rates = budget.Rates(rounds=(0.005,))
+    assert budget.decode_rounds(rates, 0.05) == 10
+    assert budget.decode_rounds(rates, 0.25) == 50
+    assert budget.decode_rounds(budget.Rates(rounds=(0.1,)), 0.05) == budget.ROUNDS_FLOOR
+    assert budget.decode_rounds(budget.Rates(rounds=(1e-6,)), 0.25) == budget.ROUNDS_CEILING
+    assert budget.decode_rounds(budget.Rates(), 0.05) == budget.ROUNDS_FLOOR
 
 
 def test_a_short_prompt_goes_before_a_long_one_and_a_better_class_before_both(scheduler: Scheduler) -> None:
@@ -150,7 +174,12 @@ def test_a_short_prompt_goes_before_a_long_one_and_a_better_class_before_both(sc
     chat = submit(scheduler, [1] * 50, qos=QosClass.INTERACTIVE)
     plan = scheduler.plan(0.0)
     assert plan is not None
-    assert [chunk.request for chunk in plan.prefill] == [chat, short, long]
+    assert [chunk.request for chunk in plan.prefill] == [chat], "it finishes: nothing of a lower class beside it"
+    scheduler.observe(chat, 50, 500, end=False, now=0.1)
+    scheduler.apply(done(plan, {chat: 1}), 0.1)
+    plan = scheduler.plan(0.2)
+    assert plan is not None
+    assert [chunk.request for chunk in plan.prefill] == [short, long]
 
 
 def test_steps_are_small_beside_decoding_lanes_and_bring_a_round_each() -> None:
@@ -160,18 +189,18 @@ def test_steps_are_small_beside_decoding_lanes_and_bring_a_round_each() -> None:
     second = submit(scheduler, [1] * 1000, most=5)
     plan = scheduler.plan(1.0)
     assert plan is not None
-    assert plan.step_tokens == budget.STEP_BESIDE_DECODE
-    assert plan.prefill == (Prefill(second, 1000),)
-    assert plan.decode == (Decode(first, 8), Decode(second, 4)), "1000 tokens are 8 micro-batches of 128"
+    assert plan.step_tokens == budget.STEP_UNKNOWN == 128
+    assert plan.prefill == (Prefill(second, 512),), "a chunk, before a rate is known"
+    assert plan.decode == (Decode(first, 4),), "512 tokens are 4 micro-batches of 128"
 
 
 def test_one_tick_feeds_no_more_than_the_budget() -> None:
     scheduler = Scheduler(Limits(lanes=3, shared=False, cells=9000, sequences=3, window=3000))
     for _ in range(3):
-        submit(scheduler, [1] * 2000)
+        submit(scheduler, [1] * 2000, qos=QosClass.INTERACTIVE)
     plan = scheduler.plan(0.0)
     assert plan is not None
-    assert [chunk.tokens for chunk in plan.prefill] == [2000, 2000, 96]
+    assert [chunk.tokens for chunk in plan.prefill] == [2000, 2000, 96], "nobody could be seated at its end"
     assert [grant.request for grant in plan.decode] == [1, 2], "who does not finish its prefill cannot decode"
 
 
@@ -212,18 +241,27 @@ def test_the_head_is_not_overtaken_by_a_smaller_request() -> None:
     plan = scheduler.plan(1.0)
     assert plan is not None
     assert plan.admit == ()
-    assert scheduler.why_waiting() == "KV cells: needs 40, 30 of 60 are free"
+    record = scheduler.request(big)
+    assert record is not None
+    assert scheduler.why_waiting(record) == "KV cells: needs 40, 30 of 60 are free"
     assert [record.id for record in scheduler.queued()] == [big, small]
 
 
 def test_why_waiting_in_words(scheduler: Scheduler) -> None:
-    assert scheduler.why_waiting() == ""
-    submit(scheduler, [1])
-    assert scheduler.why_waiting() == "the tick in flight"
-    submit(scheduler, [1])
+    def why(request: int) -> str:
+        record = scheduler.request(request)
+        assert record is not None
+        return scheduler.why_waiting(record)
+
+    assert why(submit(scheduler, [1])) == "the tick in flight"
+    assert why(submit(scheduler, [1])) == "its turn"
     scheduler.plan(0.0)
-    submit(scheduler, [1])
-    assert scheduler.why_waiting() == "a lane: all 2 are busy"
+    third = submit(scheduler, [1])
+    assert why(third) == "a lane: all 2 are busy"
+    scheduler.set_caps({QosClass.AGENT: 2})
+    assert why(third) == "its class: agent=2 is the cap"
+    scheduler.set_paused(QosClass.AGENT, True)
+    assert why(third) == "an operator: agent is paused"
 
 
 # -- tokens -------------------------------------------------------------------------------------------------------
@@ -251,7 +289,7 @@ def test_the_last_token_ends_the_request(scheduler: Scheduler, end: bool, reason
     request = submit(scheduler, [1, 2], most=1)
     plan = scheduler.plan(0.0)
     assert scheduler.observe(request, 2, 500, end=end, now=0.5) is Observed.FINISHED
-    assert not scheduler.should_interrupt, "the engine knows it is over"
+    assert scheduler.urgency is Urgency.NONE, "the engine knows it is over"
     scheduler.apply(done(plan, {request: 1}), 0.5)
     assert scheduler.statistics().finished[reason] == 1
     following = scheduler.plan(1.0)
@@ -265,7 +303,7 @@ def test_nothing_is_delivered_after_finish_returned(scheduler: Scheduler) -> Non
     request = submit(scheduler, [1, 2], most=50)
     plan = scheduler.plan(0.0)
     assert scheduler.finish(request, FinishReason.ABORT) == [Finished(request, FinishReason.ABORT)]
-    assert scheduler.should_interrupt
+    assert scheduler.urgency is Urgency.STOP
     assert scheduler.observe(request, 2, 500, end=False, now=0.0) is Observed.IGNORED
     assert scheduler.finish(request, FinishReason.ABORT) == []
     scheduler.apply(done(plan, {request: 1}), 0.0)
@@ -278,28 +316,31 @@ def test_cancel_in_the_queue_reaches_no_plan(scheduler: Scheduler) -> None:
     request = submit(scheduler, [1])
     scheduler.finish(request, FinishReason.ABORT)
     assert scheduler.plan(0.0) is None
-    assert not scheduler.should_interrupt
+    assert scheduler.urgency is Urgency.NONE
 
 
-def test_an_arrival_that_could_be_seated_makes_the_tick_stale(scheduler: Scheduler) -> None:
+@pytest.mark.parametrize("qos", list(QosClass))
+def test_an_interactive_or_completion_arrival_ends_the_tick_and_others_wait_for_it(
+    scheduler: Scheduler, qos: QosClass
+) -> None:
     first = submit(scheduler, [1], most=50)
     scheduler.plan(0.0)
-    assert not scheduler.should_interrupt
-    submit(scheduler, [1])
-    assert scheduler.should_interrupt
-    submit(scheduler, [1])
-    plan_in_flight_is_kept = scheduler.statistics().ticks
-    assert plan_in_flight_is_kept == 1
+    assert scheduler.urgency is Urgency.NONE
+    newcomer = submit(scheduler, [1], qos=qos)
+    assert scheduler.urgency is (Urgency.STOP if qos <= QosClass.COMPLETION else Urgency.NONE)
+    scheduler.finish(newcomer, FinishReason.ABORT)
+    assert scheduler.urgency is Urgency.NONE, "it has gone again"
     scheduler.finish(first, FinishReason.STOP)
-    assert scheduler.should_interrupt
+    assert scheduler.urgency is Urgency.STOP
 
 
-def test_an_arrival_that_finds_every_lane_busy_does_not(scheduler: Scheduler) -> None:
-    submit(scheduler, [1], most=50)
-    submit(scheduler, [1], most=50)
+def test_a_native_engine_finishes_its_tick() -> None:
+    scheduler = Scheduler(msgspec.structs.replace(PER_SEQUENCE, granular=False))
+    first = submit(scheduler, [1], most=50)
     scheduler.plan(0.0)
-    submit(scheduler, [1])
-    assert not scheduler.should_interrupt
+    submit(scheduler, [1], qos=QosClass.INTERACTIVE)
+    scheduler.finish(first, FinishReason.ABORT)
+    assert scheduler.urgency is Urgency.NONE
 
 
 # -- reports ------------------------------------------------------------------------------------------------------
@@ -353,6 +394,7 @@ def test_a_refused_plan_returns_its_admissions_and_admits_fewer(scheduler: Sched
     scheduler.finish(cancelled, FinishReason.ABORT)
     assert scheduler.apply(done(plan, outcome="replan"), 0.0) == []
     assert [record.id for record in scheduler.queued()] == waiting
+    assert all(record.queued == 0.0 for record in scheduler.queued()), "their wait goes on"
     again = scheduler.plan(0.0)
     assert again is not None
     assert [seat.request for seat in again.admit] == waiting[:2]

@@ -92,7 +92,7 @@ VERBS = (
     ),
     Verb(
         "queue",
-        "waiting requests, in the order they would be served",
+        "waiting requests, by class and place in its queue",
         "Returns at once, also while an engine is busy, stalled or being replaced.",
         queue,
     ),

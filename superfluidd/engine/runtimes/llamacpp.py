@@ -18,13 +18,25 @@ import numpy as np
 
 from superfluidd.engine import sampling
 from superfluidd.engine.neighbours import usable_cores
-from superfluidd.engine.port import Choice, Draw, EngineInfo, Feed, LoadFailed, OutOfCells, StepFailed
+from superfluidd.engine.port import (
+    Choice,
+    Draw,
+    EngineInfo,
+    Feed,
+    LoadFailed,
+    OutOfCells,
+    StepAbandoned,
+    StepFailed,
+)
 from superfluidd.engine.wire import LoadSpec
 
 log = logging.getLogger(__name__)
 
 N_BATCH = 2048
 """Most tokens one ``llama_decode`` call may carry."""
+
+ABANDONED = 2
+"""What ``llama_decode`` returns when the abort callback made it stop."""
 
 
 class _NativeLog:
@@ -62,6 +74,9 @@ class LlamaCppRuntime:
         self._batch: Any = None
         self._context: Any = None
         self._model: Any = None
+        self._flag = (ctypes.c_ubyte * 2)()
+        self._wanted = False
+        self._abandonable = False
         llama_cpp.llama_log_set(_native_log.callback, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self._load_model(spec, progress)
@@ -92,14 +107,15 @@ class LlamaCppRuntime:
     def _open_context(self, spec: LoadSpec) -> None:
         shared = spec.layout == "shared"
         most = llama_cpp.llama_max_parallel_sequences()
-        if spec.lanes > most:
+        sequences = spec.lanes + spec.spare
+        if sequences > most:
             raise LoadFailed(f"this llama.cpp runs at most {most} sequences; lower --max-batch from {spec.lanes}")
         threads = spec.threads or usable_cores()
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = spec.cells if shared else spec.window * spec.lanes
+        params.n_ctx = spec.cells if shared else spec.window * sequences
         params.n_batch = N_BATCH
         params.n_ubatch = min(spec.micro_batch, N_BATCH)
-        params.n_seq_max = spec.lanes
+        params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = shared
         params.no_perf = True
@@ -108,7 +124,7 @@ class LlamaCppRuntime:
         if not self._context:
             raise LoadFailed(_explain("llama.cpp cannot allocate the context"))
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._lengths = [0] * spec.lanes
+        self._lengths = [0] * sequences
         self._threads = threads
         self._batch = _Batch(N_BATCH)
         self.info = self._describe(spec, shared, threads)
@@ -122,20 +138,23 @@ class LlamaCppRuntime:
         recurrent = llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
         template = llama_cpp.llama_model_chat_template(model, None)
         bos, eos = llama_cpp.llama_vocab_bos(vocab), llama_cpp.llama_vocab_eos(vocab)
+        cut: Literal["anywhere", "window", "head"] = "head" if recurrent else "window" if self._swa else "anywhere"
         return EngineInfo(
             runtime="llamacpp",
             version=llama_cpp.__version__,
             architecture=self._meta("general.architecture"),
             description=_text_of(lambda buffer, size: llama_cpp.llama_model_desc(model, buffer, size)),
             layout=layout,
-            cells=cells if shared else window * spec.lanes,
-            sequences=spec.lanes,
+            cells=cells if shared else window * (spec.lanes + spec.spare),
+            lanes=spec.lanes,
+            sequences=spec.lanes + spec.spare,
             window=window,
             trained_context=llama_cpp.llama_model_n_ctx_train(model),
             bytes_per_cell=0,
             weights_bytes=llama_cpp.llama_model_size(model),
-            cut="head" if recurrent else "window" if self._swa else "anywhere",
+            cut=cut,
             round_granular=True,
+            abandons=self._abandons(cut),
             packs_prefill_with_decode=False,
             max_step=min(spec.micro_batch, N_BATCH),
             threads=threads,
@@ -153,6 +172,20 @@ class LlamaCppRuntime:
             bos_text=self._token_text(bos),
             eos_text=self._token_text(eos),
         )
+
+    def _abandons(self, cut: str) -> bool:
+        """Let ``llama_decode`` ask a flag whether to go on, where that is sound.
+
+        llama.cpp's CPU backend asks between the nodes of a graph, a thousand times a step: the callback must be native.
+        The C library's ``strlen`` over a flag byte and a zero is one: its result, read as a bool, is the flag. A model
+        whose state cannot be cut anywhere could not go back to where it was before a step.
+        """
+        if llama_cpp.llama_supports_gpu_offload() or cut != "anywhere":
+            return False
+        strlen = ctypes.CDLL(None).strlen
+        self._callback = ctypes.cast(strlen, llama_cpp.ggml_abort_callback)
+        llama_cpp.llama_set_abort_callback(self._context, self._callback, ctypes.addressof(self._flag))
+        return True
 
     def _meta(self, key: str) -> str:
         name = key.encode()
@@ -208,13 +241,19 @@ class LlamaCppRuntime:
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    def step(self, feeds: Sequence[Feed]) -> None:
+    def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
         """One ``llama_decode``."""
         total = sum(len(feed.tokens) for feed in feeds)
         if total > N_BATCH:
             raise StepFailed(f"a step of {total} tokens is larger than {N_BATCH}")
         self._rows = self._batch.fill(feeds)
+        if abandonable:
+            self._abandonable = True
+            if self._wanted:  # asked before this step had begun
+                self._flag[0] = 1
         result = llama_cpp.llama_decode(self._context, self._batch.native)
+        self._abandonable = False
+        self._flag[0] = 0
         if result == 0:
             llama_cpp.llama_synchronize(self._context)
             for feed in feeds:
@@ -224,7 +263,15 @@ class LlamaCppRuntime:
             self._undo(feed)
         if result == 1:
             raise OutOfCells(f"llama.cpp found no room for {total} tokens")
+        if result == ABANDONED:
+            raise StepAbandoned("the step was given up")
         raise StepFailed(f"llama_decode returned {result}")
+
+    def abandon(self, wanted: bool) -> None:
+        """Raise the flag that the running ``llama_decode`` looks at, if it may be given up."""
+        self._wanted = wanted
+        if wanted and self._abandonable:
+            self._flag[0] = 1
 
     def _undo(self, feed: Feed) -> None:
         """Cut a sequence back to what it held before a failed call; if that cannot be done, empty it."""

@@ -10,10 +10,11 @@ and whole-daemon tests run on it in virtual time with exact figures.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from superfluidd.engine.port import Choice, Draw, EngineInfo, Feed, OutOfCells
+from superfluidd.engine.port import Choice, Draw, EngineInfo, Feed, OutOfCells, StepAbandoned
 from superfluidd.engine.wire import LoadSpec
 from superfluidd.types import TokenLogprob
 
@@ -70,7 +71,8 @@ class SimulatedRuntime:
         self._speed = spec.simulated_speed
         self._pace = pace
         self._now = 0.0
-        self._sequences: list[list[int]] = [[] for _ in range(spec.lanes)]
+        self._abandon = threading.Event()
+        self._sequences: list[list[int]] = [[] for _ in range(spec.lanes + spec.spare)]
         """Per sequence: a running hash after each token fed."""
         self._rows: list[int] = []
         self.info = EngineInfo(
@@ -79,14 +81,16 @@ class SimulatedRuntime:
             architecture="simulated",
             description="simulated engine, no weights",
             layout=layout,
-            cells=spec.cells if layout == "shared" else window * spec.lanes,
-            sequences=spec.lanes,
+            cells=spec.cells if layout == "shared" else window * (spec.lanes + spec.spare),
+            lanes=spec.lanes,
+            sequences=spec.lanes + spec.spare,
             window=window,
             trained_context=1 << 20,
             bytes_per_cell=0,
             weights_bytes=0,
             cut="anywhere",
             round_granular=True,
+            abandons=True,
             packs_prefill_with_decode=False,
             max_step=spec.micro_batch,
             threads=0,
@@ -117,8 +121,8 @@ class SimulatedRuntime:
         del self._sequences[sequence][length:]
         return True
 
-    def step(self, feeds: Sequence[Feed]) -> None:
-        """Take the tokens in and charge for them."""
+    def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
+        """Charge for the tokens and take them in."""
         total = sum(len(feed.tokens) for feed in feeds)
         if self.info.layout == "shared" and self.cells_used() + total > self.info.cells:
             raise OutOfCells(f"{total} more tokens do not fit beside {self.cells_used()} in {self.info.cells} cells")
@@ -126,6 +130,7 @@ class SimulatedRuntime:
             held = len(self._sequences[feed.sequence])
             if feed.start != held or feed.start + len(feed.tokens) > self.info.window:
                 raise OutOfCells(f"sequence {feed.sequence} holds {held} of {self.info.window} tokens")
+        self._charge(self.step_seconds(total, len(feeds)), abandonable)
         for feed in feeds:
             hashes = self._sequences[feed.sequence]
             state = hashes[-1] if hashes else 7
@@ -133,15 +138,21 @@ class SimulatedRuntime:
                 state = (state * 1_000_003 + token + 1) & _MASK
                 hashes.append(state)
         self._rows = [feed.sequence for feed in feeds]
-        if all(len(feed.tokens) == 1 for feed in feeds):
-            self._charge(ROUND_SECONDS + LANE_SECONDS * len(feeds))
-        else:
-            self._charge(PREFILL_SECONDS + total / PREFILL_RATE)
 
-    def _charge(self, seconds: float) -> None:
-        seconds /= self._speed
+    def abandon(self, wanted: bool) -> None:
+        """Noted at once; an abandonable step that really takes its time ends at once, too."""
+        (self._abandon.set if wanted else self._abandon.clear)()
+
+    def step_seconds(self, tokens: int, lanes: int) -> float:
+        """What a step of so many tokens in so many lanes costs: a token a lane is a decode round."""
+        nominal = ROUND_SECONDS + LANE_SECONDS * lanes if tokens == lanes else PREFILL_SECONDS + tokens / PREFILL_RATE
+        return nominal / self._speed
+
+    def _charge(self, seconds: float, abandonable: bool) -> None:
+        if abandonable and (self._abandon.wait(seconds) if self._pace else self._abandon.is_set()):
+            raise StepAbandoned("the step was given up")
         self._now += seconds
-        if self._pace is not None:
+        if self._pace is not None and not abandonable:
             self._pace(seconds)
 
     def choose(self, feed: int, draw: Draw) -> Choice:

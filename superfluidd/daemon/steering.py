@@ -1,0 +1,121 @@
+"""What an operator does to classes and single requests of a served model, and what they are told about them.
+
+Everything is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from superfluidd.control.protocol import ClassView, Explanation
+from superfluidd.daemon.model import Model
+from superfluidd.errors import InvalidValue, ModelLoading
+from superfluidd.scheduling.qos import parse_caps, parse_class
+from superfluidd.scheduling.request import Phase
+from superfluidd.scheduling.scheduler import Scheduler
+from superfluidd.scheduling.trail import sentences
+from superfluidd.types import QosClass, RequestId
+
+
+def schedulers(models: Iterable[Model]) -> list[tuple[Model, Scheduler]]:
+    """The models with their schedulers.
+
+    Raises:
+        ModelLoading: one has none yet.
+    """
+    found: list[tuple[Model, Scheduler]] = []
+    for model in models:
+        if model.scheduler is None:
+            raise ModelLoading(f"model {model.name} is still being loaded; try again soon", retry_after=2)
+        found.append((model, model.scheduler))
+    return found
+
+
+def classes(models: Iterable[Model]) -> tuple[ClassView, ...]:
+    """Every class of every model that is loaded."""
+    views: list[ClassView] = []
+    for model in models:
+        if model.scheduler is None:
+            continue
+        stats = model.scheduler.statistics()
+        held = dict.fromkeys(QosClass, 0)
+        for record in model.scheduler.seated():
+            held[record.qos] += 1
+        views += [
+            ClassView(
+                model=model.name,
+                qos=qos.label,
+                cap=stats.caps.get(qos),
+                held=held[qos],
+                queued=stats.queued[qos],
+                lanes=stats.lanes,
+                paused=qos in stats.paused,
+            )
+            for qos in QosClass
+        ]
+    return tuple(views)
+
+
+def set_caps(models: Iterable[Model], caps: Mapping[str, int | None]) -> None:
+    """Set lane caps of every model, or change nothing.
+
+    Raises:
+        InvalidValue: no class of that name, a class twice, or a cap that is not 1 to the lanes there are.
+    """
+    if not caps:
+        raise InvalidValue("no caps are named; send at least one CLASS=LANES, such as background=2", param="caps")
+    words = [f"{name}={'off' if lanes is None else lanes}" for name, lanes in caps.items()]
+    steered = schedulers(models)
+    parsed = [parse_caps(words, scheduler.limits.lanes, "caps") for _, scheduler in steered]
+    for (model, scheduler), one in zip(steered, parsed, strict=True):
+        scheduler.set_caps(one)
+        model.nudge()
+
+
+def set_paused(models: Iterable[Model], qos: str, paused: bool) -> None:
+    """Give a class no more lanes of any model, or again."""
+    parsed = parse_class(qos, "qos")
+    for model, scheduler in schedulers(models):
+        scheduler.set_paused(parsed, paused)
+        model.nudge()
+
+
+def set_qos(model: Model, request: RequestId, qos: QosClass, now: float) -> None:
+    """Re-class a queued or running request."""
+    if model.scheduler is not None:
+        model.scheduler.set_qos(request, qos, now)
+        model.nudge()
+
+
+def explain(model: Model, request: RequestId) -> Explanation:
+    """What was decided about a request that :meth:`Model.find` found."""
+    scheduler = model.scheduler
+    assert scheduler is not None
+    trail = scheduler.trail(request)
+    assert trail is not None
+    record = scheduler.request(request)
+    state, now = _state(scheduler, model, request) if record is not None else ("ended", "it has ended")
+    entries = list(trail)
+    return Explanation(
+        model=model.name,
+        request=request,
+        origin=model.origin(request),
+        state=state,  # type: ignore[arg-type]
+        now=now,
+        sentences=tuple(sentences(entries, trail.dropped)),
+        trail=tuple(msgspec.to_builtins(entry) for entry in entries),
+        dropped=trail.dropped,
+    )
+
+
+def _state(scheduler: Scheduler, model: Model, request: RequestId) -> tuple[str, str]:
+    record = scheduler.request(request)
+    assert record is not None
+    if record.phase is Phase.RUNNING:
+        return "running", f"in lane {record.lane}: {model.whereabouts(request)}"
+    word = "paused" if record.phase is Phase.PREEMPTED else "queued"
+    place = scheduler.position(request)
+    why = scheduler.why_waiting(record) if place == 1 else f"the {place - 1} ahead of it in its class"
+    return word, f"number {place} of the {record.qos.label} queue; it waits for {why}"

@@ -1,0 +1,300 @@
+"""Who gets a lane next: queues, lanes, the pool and preemption in one place. One call a tick."""
+
+from __future__ import annotations
+
+from superfluidd.scheduling.lanes import Lanes
+from superfluidd.scheduling.plan import Admit
+from superfluidd.scheduling.policy import Policy
+from superfluidd.scheduling.pool import KvPool
+from superfluidd.scheduling.preemption import choose_victims
+from superfluidd.scheduling.qos import URGENT
+from superfluidd.scheduling.queues import ClassQueues, effective_class
+from superfluidd.scheduling.request import Phase, Request
+from superfluidd.scheduling.statistics import Counters
+from superfluidd.scheduling.trail import Entry, Kind
+from superfluidd.types import QosClass, RequestId
+
+
+class Admission:
+    """Moves requests between queues and lanes, in the books. The scheduler owns it and everything it is given.
+
+    Attributes:
+        retire: requests whose lanes the engine has yet to forget.
+        free: sequences it has yet to empty.
+        critical: the operating system is out of memory: background work gets no lanes.
+    """
+
+    def __init__(self, policy: Policy, queues: ClassQueues, lanes: Lanes, pool: KvPool, counters: Counters) -> None:
+        self.policy = policy
+        self.retire: list[RequestId] = []
+        self.free: list[int] = []
+        self.critical = False
+        self._queues = queues
+        self._lanes = lanes
+        self._pool = pool
+        self._counters = counters
+        self._held: dict[int, Request] = {}
+        """Waiting requests whose KV is kept, by sequence."""
+
+    # -- who is next ----------------------------------------------------------------------------------------------
+
+    def candidates(self, tick: int, now: float | None) -> list[Request]:
+        """Class heads that may be seated, best first.
+
+        Args:
+            tick: number of the tick they would be seated in.
+            now: heads that may not be seated are told why in their trails; None keeps quiet.
+        """
+        heads = self._queues.heads(tick, self.policy.starvation_ticks)
+        allowed: list[Request] = []
+        for head in heads:
+            bar = self._bar(head)
+            if bar is None:
+                allowed.append(head)
+            elif now is not None:
+                head.trail.add(Entry(now, tick, bar[0], head.qos.label, why=bar[1]))
+        alone = [head for head in allowed if head.batch_invariant]
+        if not alone:
+            return allowed
+        barrier = min(alone, key=lambda head: head.qos)
+        passed: list[Request] = []
+        for head in allowed:
+            if head is barrier or head.qos < barrier.qos:
+                passed.append(head)
+            elif now is not None:
+                entry = Entry(now, tick, "held-back", head.qos.label, other=barrier.id, other_qos=barrier.qos.label)
+                head.trail.add(entry)
+        return passed
+
+    def _bar(self, head: Request) -> tuple[Kind, str] | None:
+        """What keeps a class from getting lanes at all."""
+        qos = head.qos
+        if qos in self._lanes.paused:
+            return "class-paused", ""
+        if self._lanes.capped(qos):
+            return "capped", f"{self._lanes.held_by(qos)} of {self._lanes.caps[qos]}"
+        if self.critical and qos is QosClass.BACKGROUND:
+            return "capped", "none while memory is critical"
+        return None
+
+    def fits(self, record: Request, without: list[Request] | None = None) -> bool:
+        """Whether a request could be seated, with these lanes given up."""
+        gone = without or []
+        if len(self._lanes) - len(gone) >= self._lanes.count:
+            return False
+        if self._pool.shared and self._shares_pool_with(record, gone):
+            return False
+        if not gone:
+            return self._pool.fits(record.cells)
+        if not self._pool.shared:
+            return record.cells <= self._pool.limit
+        freed = sum(lane.cells for lane in gone)
+        return record.cells <= self._pool.limit and self._pool.promised - freed + record.cells <= self._pool.cells
+
+    def _shares_pool_with(self, record: Request, gone: list[Request]) -> bool:
+        """In a shared pool a batch-invariant request must be the only one: where its cells lie depends on others."""
+        others = [lane for lane in self._lanes.in_order() if lane not in gone]
+        return bool(others) and (record.batch_invariant or any(lane.batch_invariant for lane in others))
+
+    def victims(self, record: Request, tick: int) -> list[Request]:
+        """Lanes to give up for a request that cannot be seated otherwise; empty if it may not or would not help."""
+        return choose_victims(
+            record,
+            self._lanes.in_order(),
+            agents=self.policy.agent_preempts_background,
+            protected=lambda lane: self._protected(lane, tick),
+            enough=lambda lanes: self.fits(record, lanes),
+        )
+
+    def _protected(self, lane: Request, tick: int) -> bool:
+        """Who was seated in this very tick; and who got a lane for having waited, for as long as a class's wait: it
+        would otherwise lose it before it got anything done, again and again."""
+        return lane.seated_tick == tick or (lane.risen and tick - lane.seated_tick <= self.policy.starvation_ticks)
+
+    def could_seat(self, record: Request, tick: int) -> bool:
+        """Whether the next plan could seat a waiting request."""
+        return record in self.candidates(tick, None) and (self.fits(record) or bool(self.victims(record, tick)))
+
+    # -- seating and unseating ------------------------------------------------------------------------------------
+
+    def admit(self, tick: int, now: float, at_most: int | None) -> tuple[list[Admit], list[Request]]:
+        """Seat who is next, for as long as there is room or somebody who must make it.
+
+        A head is never overtaken by a smaller request of its class behind it, nor by a lower class when only the pool
+        is short: it would wait for ever under a steady load. But an interactive or completion request does not wait
+        behind one that has merely risen.
+
+        Returns:
+            What the engine shall seat, and who lost a lane for it.
+        """
+        seats: list[Admit] = []
+        lost: list[Request] = []
+        while at_most is None or len(seats) < at_most:
+            heads = self.candidates(tick, now)
+            chosen = self._choose(heads, tick)
+            if chosen is None:
+                break
+            record, victims = chosen
+            for victim in victims:
+                self.preempt(victim, tick, now, record)
+            lost += victims
+            seats.append(self._seat(record, heads, tick, now))
+        return seats, lost
+
+    def _choose(self, heads: list[Request], tick: int) -> tuple[Request, list[Request]] | None:
+        """The next request to seat, and whose lanes it takes."""
+        for place, head in enumerate(heads):
+            may_pass = place == 0 or (head.qos <= URGENT and head.qos < heads[0].qos)
+            if may_pass and self.fits(head):
+                return head, []
+            victims = self.victims(head, tick)
+            if victims:
+                return head, victims
+        return None
+
+    def _seat(self, record: Request, heads: list[Request], tick: int, now: float) -> Admit:
+        self._note_overtaken(record, tick, now)
+        effective = effective_class(record, tick, self.policy.starvation_ticks)
+        passed = [head for head in heads if effective <= head.qos < record.qos]
+        record.risen = bool(passed)
+        if passed:
+            self._counters.starvation_grants[record.qos] += 1
+            self._note(record, "starved-up", tick, now, other=passed[0], why=QosClass(effective).label)
+        again = record.phase is Phase.PREEMPTED
+        self._queues.remove(record)
+        record.move(Phase.RUNNING)
+        if record.sequence is not None:
+            del self._held[record.sequence]
+        record.sequence, gone = self._pool.promise(record.cells, record.sequence)
+        for sequence in gone:
+            self._forget(sequence)
+        self._lanes.seat(record)
+        record.seated, record.seated_tick, record.starved = now, tick, 0
+        if again:
+            self._note(record, "resumed", tick, now, tokens=record.fed)
+        else:
+            self._note(record, "admitted", tick, now, why=f"it had waited {now - record.queued:.3f} s")
+        return Admit(
+            request=record.id,
+            sequence=record.sequence,
+            tokens=tuple(record.tokens),
+            prompt=record.prompt,
+            sampling=record.sampling,
+            cached=record.fed,
+        )
+
+    def _forget(self, sequence: int) -> None:
+        """A held sequence had to go: its request is prefilled again, and the engine is to empty it."""
+        record = self._held.pop(sequence)
+        record.sequence, record.fed = None, 0
+        self.free.append(sequence)
+
+    def preempt(self, record: Request, tick: int, now: float, winner: Request | None, why: str = "") -> None:
+        """Take a running request's lane. It goes back to the head of its queue; its KV is held while there is room."""
+        assert record.sequence is not None
+        lane = self._lanes.leave(record)
+        self.retire.append(record.id)
+        self._hold(record)
+        self._counters.preemptions[record.qos] += 1
+        self._note(record, "preempted", tick, now, other=winner, lane=lane, tokens=record.fed, why=why)
+        self.requeue(record, Phase.PREEMPTED, tick, now)
+        record.pauses += 1
+        self._counters.pauses += 1
+
+    def _hold(self, record: Request) -> None:
+        """Keep what the engine has of a request that is losing its lane, if it has anything."""
+        assert record.sequence is not None
+        record.decoding = False
+        if record.fed:
+            self._pool.hold(record.sequence, record.fed, (record.qos, record.id))
+            self._held[record.sequence] = record
+        else:
+            self._pool.release(record.sequence)
+            record.sequence = None
+
+    def requeue(self, record: Request, phase: Phase, tick: int, now: float) -> None:
+        """Back to the head of its class."""
+        record.move(phase)
+        record.queued, record.queued_tick = now, tick
+        self._queues.prepend(record)
+
+    def undo(self, record: Request, tick: int, now: float, why: str) -> None:
+        """Take a seat back that the engine refused before anything ran. Its wait goes on as if nothing had been."""
+        self._lanes.leave(record)
+        self._hold(record)
+        queued, queued_tick = record.queued, record.queued_tick
+        self.requeue(record, Phase.PREEMPTED if record.pauses else Phase.WAITING, tick, now)
+        record.queued, record.queued_tick = queued, queued_tick
+        self._note(record, "refused-by-engine", tick, now, why=why)
+
+    def leave(self, record: Request) -> None:
+        """A running or waiting request is over: give back whatever it has."""
+        if record.phase is Phase.RUNNING:
+            assert record.sequence is not None
+            self._lanes.leave(record)
+            self._pool.release(record.sequence)
+            self.retire.append(record.id)
+            self.free.append(record.sequence)
+        else:
+            self._queues.remove(record)
+            if record.sequence is not None:
+                self._pool.drop(record.sequence)
+                del self._held[record.sequence]
+                self.free.append(record.sequence)
+        record.sequence = None
+
+    def lose_engine(self, record: Request, tick: int, now: float) -> None:
+        """The engine took a running request's KV with it."""
+        assert record.sequence is not None
+        lane = self._lanes.leave(record)
+        self._pool.release(record.sequence)
+        record.sequence, record.fed, record.decoding = None, 0, False
+        self._note(record, "engine-lost", tick, now, lane=lane)
+        self.requeue(record, Phase.PREEMPTED, tick, now)
+        record.pauses += 1
+        self._counters.pauses += 1
+
+    def lose_held(self) -> None:
+        """The engine took with it whatever was held, and has nothing to retire or empty any more."""
+        for sequence in list(self._held):
+            self._pool.drop(sequence)
+            self._forget(sequence)
+        self.retire.clear()
+        self.free.clear()
+
+    # -- writing down ---------------------------------------------------------------------------------------------
+
+    def _note_overtaken(self, winner: Request, tick: int, now: float) -> None:
+        """Of those it goes ahead of, only the class heads are told: the cost must not grow with the queues. Who has
+        just been preempted for it knows already."""
+        for qos in QosClass:
+            head = self._queues.first(qos)
+            if head is not None and head.id < winner.id and not (head.pauses and head.queued_tick == tick):
+                self._note(head, "overtaken", tick, now, other=winner)
+
+    def _note(
+        self,
+        record: Request,
+        kind: Kind,
+        tick: int,
+        now: float,
+        *,
+        other: Request | None = None,
+        lane: int | None = None,
+        tokens: int = 0,
+        why: str = "",
+    ) -> None:
+        seat = record.lane if lane is None else lane
+        record.trail.add(
+            Entry(
+                now,
+                tick,
+                kind,
+                record.qos.label,
+                other=0 if other is None else other.id,
+                other_qos="" if other is None else other.qos.label,
+                lane=-1 if seat is None else seat,
+                tokens=tokens,
+                why=why,
+            )
+        )
