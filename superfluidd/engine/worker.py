@@ -65,6 +65,31 @@ def _die_with_parent() -> None:
         log.debug("prctl is not available; end of file on the socket has to do")
 
 
+class Pace:
+    """How long the decode rounds of a tick still take, going by those that are over.
+
+    Args:
+        rounds: rounds granted.
+        now: the tick's beginning, seconds on any clock.
+    """
+
+    def __init__(self, rounds: int, now: float) -> None:
+        self._left = rounds
+        self._last = now
+        self._round = 0.0
+
+    def step(self, now: float, *, decode: bool) -> None:
+        """A step is over: a decode round, or a prefill micro-batch."""
+        if decode:
+            self._round = now - self._last
+            self._left -= 1
+        self._last = now
+
+    def seconds_left(self) -> float:
+        """Until the last round's end, at the pace of the latest."""
+        return max(0, self._left) * self._round
+
+
 class _Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -142,13 +167,15 @@ class _Worker:
         Waking the daemon for every token of a fast model takes the core away that a compute thread is waiting for;
         so tokens leave at once only when someone waits for them (a first token, a last one) or a prefill step may be
         next, and otherwise once FLUSH_SECONDS have passed since tokens last left. A round of a slower model takes
-        longer than that and leaves as it ends.
+        longer than that and leaves as it ends. What would leave shortly before the tick ends waits for its report: one
+        awakening of the daemon, not two.
         """
         self._tick = plan.tick
         steps = executor.run(plan, lambda: self._ending or self._interrupted == plan.tick)
         granted, fed = sum(chunk.tokens for chunk in plan.prefill), 0
         held: list[wire.TokenOut] = []
         since = time.monotonic()
+        pace = Pace(max((grant.rounds for grant in plan.decode), default=0), since)
         while True:
             try:
                 step = next(steps)
@@ -162,10 +189,12 @@ class _Worker:
             if step.prefilled:
                 fed = sum(tokens for _, tokens in step.prefilled)
             urgent = step.prefilled or fed < granted or any(token.end for token in step.tokens)
-            if urgent or time.monotonic() - since >= FLUSH_SECONDS:
+            now = time.monotonic()
+            pace.step(now, decode=not step.prefilled)
+            if urgent or (now - since >= FLUSH_SECONDS and pace.seconds_left() > FLUSH_SECONDS / 2):
                 self._send(wire.StepDone(plan.tick, tuple(held), step.prefilled))
                 held.clear()
-                since = time.monotonic()
+                since = now
 
     def _tokenize(self, runtime: Runtime) -> None:
         while True:

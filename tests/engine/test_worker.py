@@ -24,6 +24,7 @@ from superfluidd.engine import wire
 from superfluidd.engine.client import EngineLost, LoadRefused, WorkerEngine
 from superfluidd.engine.framing import FrameDecoder, FrameEncoder
 from superfluidd.engine.wire import LoadSpec
+from superfluidd.engine.worker import Pace
 from superfluidd.errors import EngineFault
 from superfluidd.scheduling.plan import Decode, Plan, Prefill, TickReport
 from superfluidd.types import SamplingParams
@@ -158,6 +159,20 @@ async def test_fast_rounds_travel_together_and_nothing_is_lost_or_reordered(star
     assert [out.position for out in tokens] == list(range(10, 311))
     assert len(steps) < 100, "300 rounds of 0.2 ms each do not wake the daemon 300 times"
     assert dict(report.decoded) == {1: 301}
+
+
+def test_the_pace_of_a_tick_says_when_it_ends() -> None:
+    pace = Pace(rounds=5, now=1.0)
+    assert pace.seconds_left() == 0.0
+    pace.step(1.25, decode=False)
+    assert pace.seconds_left() == 0.0, "a prefill step says nothing about rounds"
+    pace.step(1.26, decode=True)
+    assert pace.seconds_left() == pytest.approx(4 * 0.01)
+    pace.step(1.28, decode=True)
+    assert pace.seconds_left() == pytest.approx(3 * 0.02), "the latest round counts"
+    for now in (1.29, 1.3, 1.31, 1.32):
+        pace.step(now, decode=True)
+    assert pace.seconds_left() == 0.0
 
 
 async def test_an_interrupt_ends_the_tick_at_the_next_step(start: Start) -> None:
