@@ -115,6 +115,10 @@ class Admission:
         """Whether the next plan could seat a waiting request."""
         return record in self.candidates(tick, None) and (self.fits(record) or bool(self.victims(record, tick)))
 
+    def finds_room(self, record: Request, tick: int) -> bool:
+        """Whether the next plan could seat a waiting request without taking anybody's lane."""
+        return not self._lanes.full and record in self.candidates(tick, None) and self.fits(record)
+
     # -- seating and unseating ------------------------------------------------------------------------------------
 
     def admit(self, tick: int, now: float, at_most: int | None) -> tuple[list[Admit], list[Request]]:

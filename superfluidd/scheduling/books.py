@@ -13,7 +13,7 @@ from superfluidd.scheduling.lanes import Lanes
 from superfluidd.scheduling.plan import Effect, OutOfOrder, Plan, Urgency
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.pool import KvPool
-from superfluidd.scheduling.qos import format_caps
+from superfluidd.scheduling.qos import URGENT, format_caps
 from superfluidd.scheduling.queues import ClassQueues
 from superfluidd.scheduling.request import Phase, Request
 from superfluidd.scheduling.statistics import Counters, Statistics
@@ -103,17 +103,20 @@ class Books:
     def urgency(self) -> Urgency:
         """Whether the tick in flight is to end early: a lane in it was cancelled, or an interactive or completion
         request was queued (source: the specification, "Prefill and decode budgets"). A native engine finishes its tick.
+        Going finer than the specification, any newcomer that finds a lane free ends it, too: it costs nobody anything.
 
-        A running prefill step is given up if the lane that was cancelled is part of it, or if the newcomer can be
-        seated; but not if a lane in it has not got on since the last time.
+        A running prefill step is given up if the lane that was cancelled is part of it, or if the interactive or
+        completion request can be seated; but not if a lane in it has not got on since the last time.
         """
         plan = self._in_flight
         if plan is None or not self.limits.granular:
             return Urgency.NONE
         waiting = [record for request in self._arrived if (record := self._requests.get(request))]
         waiting = [record for record in waiting if record.phase is not Phase.RUNNING]
-        if not waiting and not self._cancelled and not self._hurry:
-            return Urgency.NONE
+        urgent = [record for record in waiting if record.qos <= URGENT]
+        if not urgent and not self._cancelled and not self._hurry:
+            free = any(self._admission.finds_room(record, plan.tick + 1) for record in waiting)
+            return Urgency.STOP if free else Urgency.NONE
         if not self.limits.abandons or not plan.prefill:
             return Urgency.STOP
         fed = {chunk.request for chunk in plan.prefill}
@@ -121,7 +124,7 @@ class Books:
         if any(lane.abandoned for lane in lanes):
             return Urgency.STOP
         wanted = any(request in fed for request in self._cancelled) or any(
-            self._admission.could_seat(record, plan.tick + 1) for record in waiting
+            self._admission.could_seat(record, plan.tick + 1) for record in urgent
         )
         return Urgency.ABANDON if wanted else Urgency.STOP
 

@@ -30,6 +30,10 @@ ADAPTIVE_START = 1024
 OPEN_SECONDS = 0.5
 """Work of one tick's prefill while a newcomer could be admitted at its end."""
 
+OPEN_SECONDS_YIELDING = 2.0
+"""The same where a newcomer need not wait for the end, because the tick ends for it at the next step, and nobody has
+lately been in a hurry: small chunks cost prefill an eighth of its rate on two slow cores."""
+
 LONGEST_SECONDS = 8.0
 """Work of one tick's prefill at any time."""
 
@@ -125,7 +129,7 @@ def decode_rounds(rates: Rates, target: float) -> int:
     return max(ROUNDS_FLOOR, min(ROUNDS_CEILING, int(target / cost)))
 
 
-def prefill_budget(policy: Policy, adaptive: int, rates: Rates, *, open_tick: bool) -> int:
+def prefill_budget(policy: Policy, adaptive: int, rates: Rates, *, open_tick: bool, yielding: bool = False) -> int:
     """Prompt tokens one tick may feed, over all lanes.
 
     Args:
@@ -133,16 +137,18 @@ def prefill_budget(policy: Policy, adaptive: int, rates: Rates, *, open_tick: bo
         adaptive: the controller's present budget, used where the policy asks for it.
         rates: as measured.
         open_tick: a newcomer could be admitted at the end of the tick.
+        yielding: the tick ends for a newcomer at the next step, and nobody has lately been in a hurry.
     """
-    return min(policy.prefill_budget or adaptive, _open_cap(rates) if open_tick else _cap(rates))
+    seconds = OPEN_SECONDS_YIELDING if yielding else OPEN_SECONDS
+    return min(policy.prefill_budget or adaptive, _open_cap(rates, seconds) if open_tick else _cap(rates))
 
 
-def _open_cap(rates: Rates) -> int:
-    """Half a second of work, in whole chunks; one chunk before a rate is known."""
+def _open_cap(rates: Rates, seconds: float) -> int:
+    """So many seconds of work, in whole chunks; one chunk before a rate is known."""
     rate = rates.prefill_tokens_per_second
     if rate is None:
         return CHUNK
-    tokens = int(rate * OPEN_SECONDS)
+    tokens = int(rate * seconds)
     return tokens // CHUNK * CHUNK if tokens >= CHUNK else max(1, tokens // SMALL_CHUNK) * SMALL_CHUNK
 
 

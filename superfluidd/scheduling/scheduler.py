@@ -104,8 +104,8 @@ class Scheduler(Books):
     def _mark_arrival(self, record: Request, now: float) -> None:
         if record.qos <= URGENT:
             self._urgent_at = now
-            if self._in_flight is not None:
-                self._arrived.append(record.id)
+        if self._in_flight is not None:
+            self._arrived.append(record.id)
 
     def finish(
         self, request: RequestId, reason: FinishReason, error: str = "", now: float | None = None
@@ -245,14 +245,18 @@ class Scheduler(Books):
         if not self.policy.prefill_budget:
             busy = len(ticking) - decoding + len(self._queues)
             self._adaptive = budget.adapt(self._adaptive, self._rates, target, prefilling=busy, decoding=decoding)
-        self._prefill_budget = budget.prefill_budget(self.policy, self._adaptive, self._rates, open_tick=newcomer)
+        latency = decoding > 0 or (self._urgent_at is not None and now - self._urgent_at < budget.LATENCY_MODE_SECONDS)
+        self._prefill_budget = budget.prefill_budget(
+            self.policy,
+            self._adaptive,
+            self._rates,
+            open_tick=newcomer,
+            yielding=self.limits.granular and not latency,
+        )
         if exact:
             step = min(budget.EXACT_STEP, self.limits.max_step)
             prefill = planner.grant_exact(ticking[0], self._prefill_budget, step)
         else:
-            latency = decoding > 0 or (
-                self._urgent_at is not None and now - self._urgent_at < budget.LATENCY_MODE_SECONDS
-            )
             step = budget.step_tokens(self._rates, latency=latency, max_step=self.limits.max_step)
             prefill = planner.grant_prefill(ticking, self._prefill_budget, self.policy.starvation_ticks)
         decode = planner.grant_decode(

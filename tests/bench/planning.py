@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from superfluidd.scheduling.plan import Plan, TickReport, Timing
 from superfluidd.scheduling.books import Limits
+from superfluidd.scheduling.plan import Plan, TickReport, Timing
 from superfluidd.scheduling.scheduler import Observed, Scheduler
 from superfluidd.types import QosClass, RequestId, SamplingParams
 from tests.bench import harness, machine, plots

@@ -83,16 +83,18 @@ async def test_first_token_and_end_come_at_the_exact_moment(autojump_clock: Mock
     assert done.usage.completion == 3
 
 
-async def test_an_agent_that_arrives_in_mid_tick_waits_for_the_tick(autojump_clock: MockClock, model: Model) -> None:
+async def test_an_agent_that_arrives_in_mid_tick_is_seated_at_the_next_step(
+    autojump_clock: MockClock, model: Model
+) -> None:
     long = ask(model, prompt(1, 900), 1)
     await trio.sleep(0.1)
     start = trio.current_time()
     short = ask(model, prompt(2, 10), 1)
     _, done, _ = await read(short)
-    # The tick in flight feeds a chunk of 512 tokens. At 400 tokens a second half a second of work is one step of 128:
-    # the next tick feeds the short prompt first and 118 tokens of the long one, in one call.
+    # The step in flight feeds a chunk of 512 tokens and is not given up for an agent. Then the short prompt goes first,
+    # packed with what is left of the long one.
     chunk = PREFILL_SECONDS + 512 / PREFILL_RATE
-    both = PREFILL_SECONDS + 128 / PREFILL_RATE
+    both = PREFILL_SECONDS + (10 + 388) / PREFILL_RATE
     assert trio.current_time() - start == pytest.approx(chunk - 0.1 + both, abs=1e-9)
     assert done.reason is FinishReason.LENGTH
     await read(long)

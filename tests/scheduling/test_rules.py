@@ -383,7 +383,7 @@ def test_a_short_pool_gives_up_just_what_the_newcomer_needs() -> None:
 def test_critical_memory_preempts_every_decoding_background_lane_and_seats_none() -> None:
     world = World(msgspec.structs.replace(TWO, lanes=4, sequences=6))
     decoding = [world.ask(BACKGROUND), world.ask(BACKGROUND)]
-    agent, long = world.ask(AGENT), world.ask(BACKGROUND, tokens=2000)
+    agent, long = world.ask(AGENT), world.ask(BACKGROUND, tokens=4000)
     world.tick()
     world.plan()
     world.scheduler.set_critical(True)
@@ -682,6 +682,24 @@ def test_prefill_beside_a_possible_newcomer_is_half_a_second_in_whole_chunks(rat
     assert budget.prefill_budget(Policy(), 0, rates, open_tick=True) == tokens
 
 
+def test_where_the_tick_ends_for_a_newcomer_and_nobody_hurries_it_is_two_seconds() -> None:
+    rates = budget.Rates(prefills=(600.0,))
+    assert budget.prefill_budget(Policy(), 0, rates, open_tick=True, yielding=True) == 1024
+    world = World()
+    world.ask(AGENT, tokens=4000)
+    for _ in range(2):
+        world.tick(timing=Timing(prefill_tokens=512, prefill_seconds=0.8))
+    assert world.scheduler.statistics().prefill_budget == 1024
+    world.ask(CHAT, tokens=4000)
+    world.tick()
+    assert world.scheduler.statistics().prefill_budget == 256, "half a second at 640 tokens a second"
+    native = World(msgspec.structs.replace(TWO, granular=False))
+    native.ask(AGENT, tokens=4000)
+    for _ in range(2):
+        native.tick(timing=Timing(prefill_tokens=512, prefill_seconds=0.8))
+    assert native.scheduler.statistics().prefill_budget == 256
+
+
 @pytest.mark.parametrize(
     ("policy", "rate", "tokens"),
     [
@@ -797,7 +815,7 @@ def test_a_lane_starves_only_while_younger_ones_are_fed() -> None:
     world = World()
     first, second = world.ask(AGENT, tokens=1500), world.ask(AGENT, tokens=1500)
     for _ in range(2):
-        world.tick(timing=Timing(prefill_tokens=512, prefill_seconds=1.0))
+        world.tick(timing=Timing(prefill_tokens=512, prefill_seconds=4.0))
     assert (world.record(first).fed, world.record(second).fed) == (768, 0)
     assert world.record(second).starved == 0, "equal prompts are finished one after the other"
 

@@ -320,16 +320,22 @@ def test_cancel_in_the_queue_reaches_no_plan(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("qos", list(QosClass))
-def test_an_interactive_or_completion_arrival_ends_the_tick_and_others_wait_for_it(
+def test_an_interactive_or_completion_arrival_ends_the_tick_and_others_only_if_a_lane_is_free(
     scheduler: Scheduler, qos: QosClass
 ) -> None:
     first = submit(scheduler, [1], most=50)
+    second = submit(scheduler, [1], most=50)
     scheduler.plan(0.0)
     assert scheduler.urgency is Urgency.NONE
     newcomer = submit(scheduler, [1], qos=qos)
     assert scheduler.urgency is (Urgency.STOP if qos <= QosClass.COMPLETION else Urgency.NONE)
     scheduler.finish(newcomer, FinishReason.ABORT)
     assert scheduler.urgency is Urgency.NONE, "it has gone again"
+    scheduler.apply(done(scheduler._in_flight, prefilled={first: 1, second: 1}), 0.0)
+    scheduler.finish(second, FinishReason.ABORT)
+    scheduler.plan(1.0)
+    submit(scheduler, [1], qos=qos)
+    assert scheduler.urgency is Urgency.STOP, "there is a lane for it"
     scheduler.finish(first, FinishReason.STOP)
     assert scheduler.urgency is Urgency.STOP
 
