@@ -66,6 +66,7 @@ def grant_decode(
     prefill: Sequence[Prefill],
     *,
     rounds: int,
+    patient: bool,
     step: int,
     most: int,
     waiting: bool,
@@ -77,6 +78,8 @@ def grant_decode(
         lanes: those that tick, in lane order.
         prefill: the tick's prefill.
         rounds: what a tick of the length aimed at holds.
+        patient: nobody would notice if decoding stood back: beside prefill it gets no more than the rounds between
+            steps, and is done later with more lanes in a round.
         step: the tick's prefill micro-batch; each brings one decode round, so that decoding lanes never stand still
             for longer than one micro-batch.
         most: tokens to decode over all lanes; 0 is no bound. Starving lanes come first, then classes, then age.
@@ -92,7 +95,8 @@ def grant_decode(
     going = [(lane, left) for lane, left in going if left > 0]
     if not going:
         return ()
-    rounds = max(rounds, -(-sum(fed.values()) // step))
+    steps = -(-sum(fed.values()) // step)
+    rounds = steps if patient and steps else max(rounds, steps)
     if waiting:
         rounds = min(rounds, min(left for _, left in going))
     if most:

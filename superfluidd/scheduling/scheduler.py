@@ -237,6 +237,13 @@ class Scheduler(Books):
         rounds = budget.decode_rounds(self._rates, busy)
         return any(lane.decoding and lane.remaining_new <= rounds for lane in ticking)
 
+    def _latency(self, ticking: Sequence[Request], now: float) -> bool:
+        """Somebody would notice long steps: a stream that somebody may be reading, or the next chat. Background work
+        alone would not."""
+        window = budget.LATENCY_MODE_ABANDONING if self.limits.abandons else budget.LATENCY_MODE_SECONDS
+        lately = self._urgent_at is not None and now - self._urgent_at < window
+        return lately or any(lane.decoding and lane.qos < QosClass.BACKGROUND for lane in ticking)
+
     def _grants(
         self, ticking: list[Request], exact: bool, open_tick: bool, target: float, now: float
     ) -> tuple[tuple[Prefill, ...], tuple[Decode, ...], int]:
@@ -245,7 +252,7 @@ class Scheduler(Books):
         if not self.policy.prefill_budget:
             busy = len(ticking) - decoding + len(self._queues)
             self._adaptive = budget.adapt(self._adaptive, self._rates, target, prefilling=busy, decoding=decoding)
-        latency = decoding > 0 or (self._urgent_at is not None and now - self._urgent_at < budget.LATENCY_MODE_SECONDS)
+        latency = self._latency(ticking, now)
         self._prefill_budget = budget.prefill_budget(
             self.policy,
             self._adaptive,
@@ -263,6 +270,7 @@ class Scheduler(Books):
             ticking,
             prefill,
             rounds=budget.decode_rounds(self._rates, target),
+            patient=decoding > 0 and not latency,
             step=step,
             most=self.policy.decode_budget,
             waiting=len(self._queues) > 0,

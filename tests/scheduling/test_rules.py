@@ -766,15 +766,36 @@ def test_a_step_takes_a_fifth_of_a_second_where_somebody_would_notice(
     assert budget.step_tokens(rates, latency=latency, max_step=most) == tokens
 
 
-def test_short_steps_outlast_the_latest_chat_by_five_minutes() -> None:
-    world = World()
+@pytest.mark.parametrize(("abandons", "seconds"), [(False, 300.0), (True, 5.0)])
+def test_short_steps_outlast_the_latest_chat(abandons: bool, seconds: float) -> None:
+    world = World(msgspec.structs.replace(TWO, abandons=abandons))
     chat = world.ask(CHAT, most=1)
+    arrived = world.now
     world.tick()
     assert world.scheduler.request(chat) is None
-    world.ask(AGENT, tokens=3000)
+    world.ask(AGENT, tokens=3900)
+    world.now = arrived + seconds - 1.5
     assert world.tick().step_tokens == 128
-    world.now += 400.0
+    world.now = arrived + seconds
     assert world.tick().step_tokens == 512
+
+
+def test_long_steps_beside_background_work_and_short_ones_beside_streams_that_may_be_read() -> None:
+    for qos in QosClass:
+        world = World()
+        decoding = world.ask(qos)
+        world.now += 1000.0
+        world.tick()
+        long = world.ask(BACKGROUND, tokens=3000)
+        world.now += 1000.0
+        plan = world.plan()
+        assert plan.step_tokens == (512 if qos is BACKGROUND else 128)
+        rounds = {grant.request: grant.rounds for grant in plan.decode}
+        fed = sum(chunk.tokens for chunk in plan.prefill)
+        if qos is BACKGROUND:
+            assert rounds[decoding] == -(-fed // plan.step_tokens), f"one between the steps of {long}"
+        else:
+            assert rounds[decoding] >= -(-fed // plan.step_tokens)
 
 
 def test_prefill_goes_by_class_then_shortest_then_age() -> None:
