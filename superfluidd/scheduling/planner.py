@@ -78,8 +78,8 @@ def grant_decode(
         lanes: those that tick, in lane order.
         prefill: the tick's prefill.
         rounds: what a tick of the length aimed at holds.
-        patient: nobody would notice if decoding stood back: beside prefill it gets no more than the rounds between
-            steps, and is done later with more lanes in a round.
+        patient: nobody would notice if decoding stood back: while prompts are left to feed it gets no more than the
+            rounds between steps, and is done later with more lanes in a round.
         step: the tick's prefill micro-batch; each brings one decode round, so that decoding lanes never stand still
             for longer than one micro-batch.
         most: tokens to decode over all lanes; 0 is no bound. Starving lanes come first, then classes, then age.
@@ -96,7 +96,8 @@ def grant_decode(
     if not going:
         return ()
     steps = -(-sum(fed.values()) // step)
-    rounds = steps if patient and steps else max(rounds, steps)
+    unfinished = any(not lane.decoding and fed.get(lane.id, 0) < lane.unfed for lane in lanes)
+    rounds = max(1, steps) if patient and unfinished else max(rounds, steps)
     if waiting:
         rounds = min(rounds, min(left for _, left in going))
     if most:

@@ -270,7 +270,7 @@ class Scheduler(Books):
             ticking,
             prefill,
             rounds=budget.decode_rounds(self._rates, target),
-            patient=decoding > 0 and not latency,
+            patient=not latency,
             step=step,
             most=self.policy.decode_budget,
             waiting=len(self._queues) > 0,
