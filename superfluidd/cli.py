@@ -1,4 +1,4 @@
-"""``superfluidd serve|check``: arguments in, exit code out.
+"""``superfluidd serve|check|simulate``: arguments in, exit code out.
 
 Exit codes: 0 fine, 1 failed while running or already running, 2 wrong usage, 3 the model cannot be served.
 """
@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    if args.command == "simulate":
+        return _simulate(args)
     flags = {option.name: value for option in config.OPTIONS if (value := getattr(args, option.name, None)) is not None}
     try:
         settings = config.load(
@@ -43,6 +45,8 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from superfluidd.simulate import arguments
+
     parser = argparse.ArgumentParser(
         prog="superfluidd",
         description="One daemon that schedules local language models for everyone on the machine.",
@@ -58,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
         help="say what would be served, without serving",
         description="Read the model files and say what `serve` would do with them: window, KV layout, memory.",
     )
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay a trace of arrivals through the scheduler, without an engine",
+        description="Replay arrivals through the very same scheduler in virtual time, and compare settings.",
+    )
+    arguments.add_arguments(simulate)
     for command, everything in ((serve, True), (check, False)):
         command.add_argument(
             "models",
@@ -75,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
                 else:
                     command.add_argument(option.flag, dest=option.name, metavar=metavar, help=text)
     return parser
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from superfluidd.simulate.command import run
+
+    try:
+        return run(args)
+    except StartupError as error:
+        print(f"superfluidd: {error.message}", file=sys.stderr)
+        return error.exit_code
 
 
 def _check(settings: config.Settings) -> int:

@@ -58,6 +58,10 @@ async def _explain(service: Service, params: protocol.ExplainParams) -> msgspec.
     return protocol.ExplainResult(service.explain(params.id))
 
 
+async def _trace(service: Service, params: protocol.TraceParams) -> msgspec.Struct:
+    return service.ended.since(params.cursor)
+
+
 async def _caps(service: Service, _: protocol.NoParams) -> msgspec.Struct:
     return protocol.ClassesResult(service.classes())
 
@@ -89,6 +93,7 @@ HANDLERS: Mapping[str, Handler] = {
     "cancel": _cancel,
     "drain": _drain,
     "explain": _explain,
+    "trace": _trace,
     "caps": _caps,
     "set_caps": _set_caps,
     "set_qos": _set_qos,

@@ -263,6 +263,30 @@ class ExplainResult(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
+class TraceParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``cursor``: where the last answer ended; -1 asks only for the present cursor."""
+
+    cursor: int
+
+
+class TraceEntry(msgspec.Struct, frozen=True):
+    """A request that has ended: when it arrived (seconds since the daemon started), its class, its tokens. No text."""
+
+    arrived: float
+    qos: str
+    prompt: int
+    output: int
+
+
+class TraceResult(msgspec.Struct, frozen=True):
+    """Requests that have ended since the cursor, in order of their end; ``lost`` of them are not kept any more."""
+
+    entries: tuple[TraceEntry, ...]
+    cursor: int
+    lost: int = 0
+    schema: int = SCHEMA
+
+
 class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A method that takes nothing."""
 
@@ -283,6 +307,7 @@ METHODS: tuple[Method, ...] = (
     Method("cancel", CancelParams, CancelResult, "admin"),
     Method("drain", DrainParams, DrainResult, "admin"),
     Method("explain", ExplainParams, ExplainResult, "observer"),
+    Method("trace", TraceParams, TraceResult, "observer"),
     Method("caps", NoParams, ClassesResult, "observer"),
     Method("set_caps", SetCapsParams, ClassesResult, "admin"),
     Method("set_qos", SetQosParams, SetQosResult, "admin"),

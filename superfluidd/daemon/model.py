@@ -93,6 +93,8 @@ class Model:
         self.template: ChatTemplate = ChatTemplate("", bos="", eos="")
         self.vocabulary: Vocabulary = Vocabulary(b"", b"")
         self.latency = Latency()
+        self.on_ended: Callable[[Request], None] = lambda record: None
+        """Told of every request that has ended."""
         self._start_engine = start_engine
         self._policy = policy or Policy()
         self._caps: dict[QosClass, int] = dict(caps or {})
@@ -312,6 +314,7 @@ class Model:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             code = ""
         live.generation.finish(reason, live.usage(), error, code)
+        self.on_ended(live.record)
         log.info(
             "request %d ended: origin=%s model=%s class=%s prompt=%d generated=%d reason=%s pauses=%d",
             request,

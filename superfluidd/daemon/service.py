@@ -9,11 +9,13 @@ import trio
 
 from superfluidd import __version__
 from superfluidd.config import Settings
-from superfluidd.control.protocol import ClassView, Explanation, LaneView, QueueView, StatusResult
+from superfluidd.control.protocol import ClassView, Explanation, LaneView, QueueView, StatusResult, TraceEntry
 from superfluidd.daemon import steering
+from superfluidd.daemon.ended import Ended
 from superfluidd.daemon.model import Model
 from superfluidd.errors import Draining, UnknownModel, UnknownRequest
 from superfluidd.scheduling.qos import parse_class
+from superfluidd.scheduling.request import Request
 from superfluidd.types import QosClass, RequestId
 
 
@@ -32,8 +34,15 @@ class Service:
         self.models = models
         self.socket = socket
         self.http = http or settings.http
+        self.ended = Ended()
         self._started = trio.current_time()
+        for model in models.values():
+            model.on_ended = self._note_ended
         self._draining = False
+
+    def _note_ended(self, record: Request) -> None:
+        arrived = record.arrived - self._started
+        self.ended.add(TraceEntry(arrived, record.qos.label, record.prompt, record.generated))
 
     @property
     def draining(self) -> bool:

@@ -56,7 +56,7 @@ STEP_UNKNOWN = 128
 LATENCY_MODE_SECONDS = 300.0
 """How long short steps outlast the latest interactive or completion request."""
 
-LATENCY_MODE_ABANDONING = 5.0
+LATENCY_MODE_ABANDONING = 1.0
 """The same where a step is given up for such a request. Then short steps only save what is lost by that, and they cost
 an eighth of the prefill rate: they pay only while such requests come every few seconds."""
 
@@ -112,6 +112,11 @@ def _median(samples: tuple[float, ...]) -> float | None:
     return sorted(samples)[len(samples) // 2] if samples else None
 
 
+def _whole(number: float) -> int:
+    """Rounded down, but not for the last digit of a sum of seconds."""
+    return int(number + 1e-6)
+
+
 def tick_target(policy: Policy, *, granular: bool, open_tick: bool) -> float:
     """Seconds a tick aims at. A smaller ``--tick-target-ms`` wins everywhere.
 
@@ -130,7 +135,7 @@ def decode_rounds(rates: Rates, target: float) -> int:
     cost = rates.round_seconds
     if cost is None:
         return ROUNDS_FLOOR
-    return max(ROUNDS_FLOOR, min(ROUNDS_CEILING, int(target / cost)))
+    return max(ROUNDS_FLOOR, min(ROUNDS_CEILING, _whole(target / cost)))
 
 
 def prefill_budget(policy: Policy, adaptive: int, rates: Rates, *, open_tick: bool, yielding: bool = False) -> int:
@@ -152,13 +157,13 @@ def _open_cap(rates: Rates, seconds: float) -> int:
     rate = rates.prefill_tokens_per_second
     if rate is None:
         return CHUNK
-    tokens = int(rate * seconds)
+    tokens = _whole(rate * seconds)
     return tokens // CHUNK * CHUNK if tokens >= CHUNK else max(1, tokens // SMALL_CHUNK) * SMALL_CHUNK
 
 
 def _cap(rates: Rates) -> int:
     rate = rates.prefill_tokens_per_second
-    return PREFILL_BUDGET if rate is None else max(CHUNK, int(rate * LONGEST_SECONDS))
+    return PREFILL_BUDGET if rate is None else max(CHUNK, _whole(rate * LONGEST_SECONDS))
 
 
 def adapt(present: int, rates: Rates, target: float, *, prefilling: int, decoding: int) -> int:
@@ -177,7 +182,7 @@ def adapt(present: int, rates: Rates, target: float, *, prefilling: int, decodin
     rate = rates.prefill_tokens_per_second
     if rate is None or not prefilling:
         return present
-    wanted = int(rate * target * prefilling / (prefilling + decoding))
+    wanted = _whole(rate * target * prefilling / (prefilling + decoding))
     wanted = max(present // 2, min(2 * present, wanted))
     return max(ADAPTIVE_LEAST, min(PREFILL_BUDGET, wanted))
 
@@ -193,5 +198,5 @@ def step_tokens(rates: Rates, *, latency: bool, max_step: int) -> int:
     if not latency:
         return max_step
     rate = rates.prefill_tokens_per_second
-    tokens = STEP_UNKNOWN if rate is None else int(rate * STEP_SECONDS) // STEP_GRAIN * STEP_GRAIN
+    tokens = STEP_UNKNOWN if rate is None else _whole(rate * STEP_SECONDS) // STEP_GRAIN * STEP_GRAIN
     return min(max_step, max(STEP_LEAST, tokens))
