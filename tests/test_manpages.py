@@ -12,6 +12,7 @@ from sfctl import errors as sfctl_errors
 from sfctl.verbs.verb import Verb
 
 from superfluidd import cli, config, errors
+from superfluidd.simulate.arguments import SETTINGS
 
 PAGES = Path(__file__).resolve().parents[1] / "man"
 DAEMON = (PAGES / "superfluidd.8").read_text()
@@ -86,8 +87,26 @@ def test_every_command_and_flag_of_the_daemon_is_documented() -> None:
     assert {head.split()[1] for head in items(section(DAEMON, "COMMANDS"))} == set(commands)
     for name, parser in commands.items():
         assert f".Cm {name}\n" in section(DAEMON, "SYNOPSIS")
-        for flag in flags(parser):
+        own = items(section(DAEMON, "SIMULATION")) if name == "simulate" else {}
+        for flag in flags(parser) - {f"--{head.removeprefix('Fl -').split(' Ar ')[0]}" for head in own}:
             item(section(DAEMON, "OPTIONS"), flag)
+
+
+def test_no_flag_of_simulate_is_documented_that_does_not_exist_and_defaults_are_true() -> None:
+    parser = subcommands(cli._parser())["simulate"]
+    documented = items(section(DAEMON, "SIMULATION"))
+    assert {head.removeprefix("Fl -").split(" Ar ")[0] for head in documented} == {
+        flag.lstrip("-") for flag in flags(parser) - {"--config", "--socket", "--help"}
+    }
+    for action in parser._actions:
+        head = f"Fl {action.option_strings[-1][1:]}" if action.option_strings else ""
+        found = [body for heading, body in documented.items() if heading.split(" Ar ")[0] == head]
+        if found and action.default not in (None, False, []):
+            default = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+            assert f"\nDefault: {default}.\n" in found[0]
+    settings = documented["Fl -set Ar NAME=VALUE"]
+    for name in SETTINGS:
+        assert f".Li {name}\n" in settings or f".Li {name} ,\n" in settings
 
 
 def test_every_exit_status_of_the_daemon_is_documented() -> None:

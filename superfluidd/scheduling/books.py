@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -84,8 +85,8 @@ class Books:
         self._hurry = False
         self._sent = 0, 0
         """How much of the admission's lists the plan in flight has taken care of."""
-        self._urgent_at: float | None = None
-        """When the latest interactive or completion request arrived."""
+        self._urgent_at = self._urgent_before = -math.inf
+        """When the latest interactive or completion request arrived, and the one before it."""
         self._rates = budget.Rates()
         self._adaptive = budget.ADAPTIVE_START
         self._prefill_budget = 0

@@ -56,9 +56,10 @@ STEP_UNKNOWN = 128
 LATENCY_MODE_SECONDS = 300.0
 """How long short steps outlast the latest interactive or completion request."""
 
-LATENCY_MODE_ABANDONING = 1.0
-"""The same where a step is given up for such a request. Then short steps only save what is lost by that, and they cost
-an eighth of the prefill rate: they pay only while such requests come every few seconds."""
+LATENCY_MODE_ABANDONING = 3.5
+"""The same where a step is given up for such a request, and then only if the latest two came within this time of each
+other. Short steps only save what giving up loses (half a step of 0.8 s), and cost an eighth of the prefill rate: they
+pay while such requests come this often."""
 
 EXACT_STEP = 64
 """Tokens of every prefill step of a batch-invariant lane: the same whatever else goes on, since another batch shape is

@@ -103,7 +103,7 @@ class Scheduler(Books):
 
     def _mark_arrival(self, record: Request, now: float) -> None:
         if record.qos <= URGENT:
-            self._urgent_at = now
+            self._urgent_before, self._urgent_at = self._urgent_at, now
         if self._in_flight is not None:
             self._arrived.append(record.id)
 
@@ -240,8 +240,10 @@ class Scheduler(Books):
     def _latency(self, ticking: Sequence[Request], now: float) -> bool:
         """Somebody would notice long steps: a stream that somebody may be reading, or the next chat. Background work
         alone would not."""
-        window = budget.LATENCY_MODE_ABANDONING if self.limits.abandons else budget.LATENCY_MODE_SECONDS
-        lately = self._urgent_at is not None and now - self._urgent_at < window
+        lately = now - self._urgent_at < budget.LATENCY_MODE_SECONDS
+        if self.limits.abandons:
+            often = self._urgent_at - self._urgent_before < budget.LATENCY_MODE_ABANDONING
+            lately = often and now - self._urgent_at < budget.LATENCY_MODE_ABANDONING
         return lately or any(lane.decoding and lane.qos < QosClass.BACKGROUND for lane in ticking)
 
     def _grants(

@@ -120,7 +120,11 @@ class Load:
         """Feed what was granted, and one token for every lane that decodes."""
         for seat in plan.admit:
             self._known[seat.request], self._fed[seat.request] = len(seat.tokens), seat.cached
-        speaking = [lane.request for lane in plan.decode if self._fed[lane.request] == self._known[lane.request] - 1]
+        fed = tuple((chunk.request, chunk.tokens) for chunk in plan.prefill)
+        reading = {chunk.request for chunk in plan.prefill}
+        # A resumed lane reads its last token again and then decodes: here, too, one token is all it gets.
+        decoding = (lane.request for lane in plan.decode if lane.request not in reading)
+        speaking = [request for request in decoding if self._fed[request] == self._known[request] - 1]
         for chunk in plan.prefill:
             self._fed[chunk.request] += chunk.tokens
             if self._fed[chunk.request] == self._known[chunk.request]:
@@ -131,7 +135,6 @@ class Load:
             if self._scheduler.observe(request, position, 7, end=False, now=self._now) is Observed.FINISHED:
                 del self._known[request], self._fed[request]
                 self._submit()
-        fed = tuple((chunk.request, chunk.tokens) for chunk in plan.prefill)
         timing = Timing(1, len(speaking), TICK / 2, sum(count for _, count in fed), TICK / 2)
         return TickReport(plan.tick, "done", fed, tuple((request, 1) for request in speaking), timing=timing)
 

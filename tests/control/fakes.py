@@ -7,6 +7,7 @@ from typing import Any, cast
 import trio
 
 from superfluidd.control.protocol import ClassView, Explanation, LaneView, ModelView, QueueView, StatusResult
+from superfluidd.daemon.ended import Ended
 from superfluidd.daemon.service import Service
 from superfluidd.errors import UnknownRequest
 from superfluidd.scheduling.qos import parse_class
@@ -98,6 +99,7 @@ class FakeService:
         self.drained = False
         self.cancelled: list[str] = []
         self.steered: list[tuple[object, ...]] = []
+        self.ended = Ended()
         self.idle = trio.Event()
 
     def status(self) -> StatusResult:

@@ -181,6 +181,7 @@ def test_roles_are_compared_in_one_place(monkeypatch: pytest.MonkeyPatch) -> Non
         "set_qos": {"id": "7", "qos": "agent"},
         "pause": {"qos": "agent"},
         "resume": {"qos": "agent"},
+        "trace": {"cursor": -1},
     }
     for method in protocol.METHODS:
         reply = ask(method.name, params.get(method.name), service=service)

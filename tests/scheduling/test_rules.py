@@ -685,13 +685,13 @@ def test_prefill_beside_a_possible_newcomer_is_half_a_second_in_whole_chunks(rat
 def test_where_the_tick_ends_for_a_newcomer_and_nobody_hurries_it_is_two_seconds() -> None:
     rates = budget.Rates(prefills=(600.0,))
     assert budget.prefill_budget(Policy(), 0, rates, open_tick=True, yielding=True) == 1024
-    world = World()
+    world = World(msgspec.structs.replace(TWO, lanes=4, cells=6 * 4096, sequences=6))
     world.ask(AGENT, tokens=4000)
     for _ in range(2):
         world.tick(timing=Timing(prefill_tokens=512, prefill_seconds=0.8))
     assert world.scheduler.statistics().prefill_budget == 1024
     world.ask(CHAT, tokens=4000)
-    world.now -= 0.5
+    world.ask(CHAT)
     world.tick()
     assert world.scheduler.statistics().prefill_budget == 256, "half a second at 640 tokens a second"
     native = World(msgspec.structs.replace(TWO, granular=False))
@@ -767,18 +767,29 @@ def test_a_step_takes_a_fifth_of_a_second_where_somebody_would_notice(
     assert budget.step_tokens(rates, latency=latency, max_step=most) == tokens
 
 
-@pytest.mark.parametrize(("abandons", "seconds"), [(False, 300.0), (True, 1.0)])
-def test_short_steps_outlast_the_latest_chat(abandons: bool, seconds: float) -> None:
-    world = World(msgspec.structs.replace(TWO, abandons=abandons))
-    chat = world.ask(CHAT, most=1)
-    arrived = world.now
+def test_short_steps_outlast_the_latest_chat_by_five_minutes_where_steps_cannot_be_given_up() -> None:
+    world = World(msgspec.structs.replace(TWO, abandons=False))
+    world.ask(CHAT, most=1)
     world.tick()
-    assert world.scheduler.request(chat) is None
     world.ask(AGENT, tokens=3900)
-    world.now = arrived + seconds - 1.5 if seconds > 2 else arrived - 0.5
+    world.now = 298.5
     assert world.tick().step_tokens == 128
-    world.now = arrived + seconds
+    world.now = 300.0
     assert world.tick().step_tokens == 512
+
+
+def test_where_they_can_they_are_short_only_while_chats_come_often() -> None:
+    world = World()
+    world.ask(CHAT, most=1)
+    world.ask(AGENT, tokens=3900)
+    assert world.tick().prefill[0].tokens == 4, "the chat's own"
+    assert world.tick().step_tokens == 512, "one chat is not often"
+    world.now = 3.0
+    world.ask(CHAT, most=1)
+    world.tick()
+    assert world.tick().step_tokens == 128, "two within three and a half seconds are"
+    world.now = 6.5
+    assert world.tick().step_tokens == 512, "the latest is three and a half seconds ago"
 
 
 def test_long_steps_beside_background_work_and_short_ones_beside_streams_that_may_be_read() -> None:
