@@ -61,6 +61,11 @@ ROWS = (
         "policy is a pure function of its arguments: time and memory come in, plans go out",
     ),
     Row(
+        ("superfluidd.simulate.world", "superfluidd.simulate.trace", "superfluidd.simulate.report"),
+        (*ASYNC, *NATIVE, "matplotlib", "psutil", "socket", *EDGES),
+        "a simulation is the scheduler and a loop around it; a picture is drawn where one is asked for",
+    ),
+    Row(
         ("superfluidd.engine.port", "superfluidd.engine.wire", "superfluidd.engine.framing"),
         (*ASYNC, *NATIVE, "psutil", *EDGES),
         "both ends of the link share these, and neither may be dragged to the other's side",
@@ -109,7 +114,15 @@ ROWS = (
     ),
     Row(
         ("superfluidd.cli",),
-        (*ASYNC, *NATIVE, "psutil", "superfluidd.daemon", "superfluidd.http"),
+        (
+            *ASYNC,
+            *NATIVE,
+            "psutil",
+            "matplotlib",
+            "superfluidd.daemon",
+            "superfluidd.http",
+            "superfluidd.simulate.world",
+        ),
         "--help, --version and usage errors answer before anything heavy is loaded",
     ),
 )

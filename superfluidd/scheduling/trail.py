@@ -7,7 +7,7 @@ prompt or reply is in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, assert_never
 
 import msgspec
 
@@ -146,3 +146,5 @@ def _sentence(entry: Entry, until: float) -> str:
             return f"re-classed to {entry.qos} by an operator"
         case "finished":
             return f"ended: {entry.why}"
+        case _:
+            assert_never(entry.kind)

@@ -30,7 +30,7 @@ from tests.bench.harness import OURS, PEER, Cell, Recorder, Server, Setup
 from tests.bench.plots import Goal, goal_for
 from tests.bench.prepare_model import bundled_model, requantized
 from tests.bench.prompts import Prompts
-from tests.bench.report import _markdown, _spread
+from tests.bench.report import markdown, spread
 from tests.bench.streaming import Reply, read_reply
 
 QOS = "x-superfluid-qos"
@@ -284,12 +284,12 @@ def table(cells: Sequence[Cell], kind: str) -> str:
     for name, row in ROWS.items():
         clean = by_round(cells, kind, name, "agents")
         if clean:
-            line = [row.label, *(_spread(by_round(cells, kind, name, key).values()) for key in keys.values())]
-            line += [_spread(slowdown(cells, kind, name))]
-            line += [_spread(against(cells, kind, name, key)) for key in ("loaded_ttft_s", "agents_wall_s")]
+            line = [row.label, *(spread(by_round(cells, kind, name, key).values()) for key in keys.values())]
+            line += [spread(slowdown(cells, kind, name))]
+            line += [spread(against(cells, kind, name, key)) for key in ("loaded_ttft_s", "agents_wall_s")]
             whole = sum(by_round(cells, kind, name, "complete").values())
             lines.append([*line, f"{whole:.0f} of {sum(clean.values()):.0f}", str(len(clean))])
-    return _markdown(head, lines) if lines else ""
+    return markdown(head, lines) if lines else ""
 
 
 def goals(cells: Sequence[Cell], kind: str) -> list[Goal]:

@@ -22,7 +22,7 @@ from superfluidd.scheduling.scheduler import Observed, Scheduler
 from superfluidd.types import QosClass, RequestId, SamplingParams
 from tests.bench import harness, machine, plots
 from tests.bench.plots import Goal, goal_for
-from tests.bench.report import _markdown, _spread
+from tests.bench.report import markdown, spread
 
 LANES = 64
 WINDOW = 2048
@@ -186,11 +186,11 @@ def table(samples: Sequence[Sample]) -> str:
         clean = [sample for sample in samples if sample.queued == queued and sample.clean]
         line = [f"{queued:,}"]
         for times in ([sample.plan for sample in clean], [sample.apply for sample in clean]):
-            line.append(_spread([1e6 * statistics.median(one) for one in times]))
-            line.append(_spread([1e6 * percentile(one, 0.99) for one in times]))
+            line.append(spread([1e6 * statistics.median(one) for one in times]))
+            line.append(spread([1e6 * percentile(one, 0.99) for one in times]))
         lines.append([*line, str(sum(sample.seated for sample in clean)), str(len(clean))])
     head = ["queued", "plan, median µs", "plan, p99 µs", "apply, median µs", "apply, p99 µs", "seated", "rounds"]
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 def goals(samples: Sequence[Sample]) -> list[Goal]:

@@ -46,13 +46,13 @@ def speed_table(cells: Sequence[Cell]) -> str:
             found = ratios(ours, peer, lower_is_better=lower)
             label = name.replace("-", " ") + (", first token, s" if lower else ", tokens/s")
             cost = (cpu_per_1k(cells, OURS, name), cpu_per_1k(cells, PEER, name)) if not lower else (None, None)
-            rows.append([label, _spread(ours.values()), _spread(peer.values()), _spread(found, 2)])
+            rows.append([label, spread(ours.values()), spread(peer.values()), spread(found, 2)])
             rows[-1] += [f"{value:.1f}" if value is not None else "" for value in cost]
             rows[-1].append(str(len(found)))
     if not rows:
         return ""
     head = ["cell", OURS, PEER, "ratio, more is better", f"CPU s/1k, {OURS}", f"CPU s/1k, {PEER}", "rounds"]
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 def daemon_table(cells: Sequence[Cell]) -> str:
@@ -60,15 +60,15 @@ def daemon_table(cells: Sequence[Cell]) -> str:
     rows = []
     share = [cell.window.cpu["daemon"] / cell.window.wall for cell in _clean(cells, OURS, "greedy-8")]
     if share:
-        rows.append(["daemon while 8 streams decode, % of a core", _spread([100 * value for value in share])])
+        rows.append(["daemon while 8 streams decode, % of a core", spread([100 * value for value in share])])
     for group in ("daemon", "worker"):
         idle = values(cells, OURS, "idle", f"{group}_cores")
         if idle:
-            rows.append([f"idle {group}, % of a core", _spread([100 * value for value in idle.values()], 2)])
+            rows.append([f"idle {group}, % of a core", spread([100 * value for value in idle.values()], 2)])
     memory = [cell.rss["daemon"] / 1e6 for cell in cells if cell.system == OURS]
     if memory:
-        rows.append(["daemon resident, MB", _spread(memory)])
-    return _markdown(["superfluidd", "median (range)"], rows) if rows else ""
+        rows.append(["daemon resident, MB", spread(memory)])
+    return markdown(["superfluidd", "median (range)"], rows) if rows else ""
 
 
 def values(cells: Sequence[Cell], system: str, name: str, key: str) -> dict[int, float]:
@@ -147,7 +147,7 @@ def _footnotes(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def _spread(found: Iterable[float], digits: int | None = None) -> str:
+def spread(found: Iterable[float], digits: int | None = None) -> str:
     numbers = list(found)
     if not numbers:
         return "none"
@@ -158,7 +158,7 @@ def _spread(found: Iterable[float], digits: int | None = None) -> str:
     return f"{show(statistics.median(numbers))} ({show(min(numbers))}-{show(max(numbers))})"
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     line: Callable[[Sequence[str]], str] = lambda row: (  # noqa: E731
         "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"

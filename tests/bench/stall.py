@@ -21,7 +21,7 @@ from tests.bench.harness import OURS, PEER, Cell, Recorder, Server, Setup
 from tests.bench.plots import Goal, goal_for
 from tests.bench.prepare_model import requantized
 from tests.bench.prompts import Prompts
-from tests.bench.report import _markdown, _spread
+from tests.bench.report import markdown, spread
 from tests.bench.streaming import Reply
 
 LENGTHS = (250, 500, 1000, 2000)
@@ -114,13 +114,13 @@ def table(cells: Sequence[Cell]) -> str:
         line = [str(length)]
         for system in (OURS, PEER):
             for key in ("worst_gap_s", "step_s", "agent_ttft_s"):
-                line.append(_spread(by_round(cells, system, length, key).values()))
+                line.append(spread(by_round(cells, system, length, key).values()))
         ours, peer = (by_round(cells, system, length, "worst_gap_s") for system in (OURS, PEER))
-        line.append(_spread(by_round(cells, OURS, length, "before_gap_s").values()))
-        line.append(_spread(in_steps(cells, length)))
-        line.append(_spread(report.ratios(ours, peer, lower_is_better=True)))
+        line.append(spread(by_round(cells, OURS, length, "before_gap_s").values()))
+        line.append(spread(in_steps(cells, length)))
+        line.append(spread(report.ratios(ours, peer, lower_is_better=True)))
         lines.append([*line, str(len(ours))])
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 def in_steps(cells: Sequence[Cell], length: int) -> list[float]:
@@ -190,7 +190,7 @@ def main() -> int:
                     recorder.measure(server, f"stall-{length}", number, work)
     cells = report.read(folder)
     found = goals(cells)
-    step = _spread(by_round(cells, OURS, lengths(cells)[-1], "step_s").values())
+    step = spread(by_round(cells, OURS, lengths(cells)[-1], "step_s").values())
     print(f"\n{report.tables(cells)}\n\n{table(cells)}\n\nA prefill step of superfluidd beside a chat, s: {step}")
     print(f"\n{plots.verdicts(found)}\n\nmade from {folder}")
     if args.plot:

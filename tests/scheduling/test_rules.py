@@ -481,6 +481,18 @@ def test_a_cancelled_lane_gives_its_own_step_up_and_only_ends_others() -> None:
     assert world.scheduler.urgency is Urgency.ABANDON
 
 
+def test_a_step_given_up_for_a_request_that_is_gone_is_nobodys_loss() -> None:
+    world = World()
+    agent = world.ask(AGENT, tokens=3000)
+    plan = world.plan()
+    world.scheduler.finish(agent, FinishReason.ABORT)
+    world.engine.give_up = True
+    assert world.run(plan).abandoned == ((agent, 512),)
+    assert world.scheduler.statistics().abandoned_tokens == 512
+    assert world.scheduler.request(agent) is None
+    world.scheduler.check_integrity()
+
+
 def test_a_decode_only_tick_is_stopped_not_abandoned() -> None:
     world = World()
     world.ask(AGENT)
@@ -573,6 +585,18 @@ def test_while_one_waits_nothing_at_or_below_its_class_is_admitted() -> None:
     world.scheduler.finish(running[1], FinishReason.STOP)
     world.tick()
     assert agent in world.seated, "it does not wait any more"
+
+
+def test_who_is_held_back_ends_the_tick_but_gives_no_step_up() -> None:
+    world = World(msgspec.structs.replace(TWO, lanes=1))
+    world.ask(CHAT, tokens=3000)
+    world.plan()
+    alone = world.ask(CHAT, alone=True)
+    completion = world.ask(COMPLETION)
+    assert world.scheduler.urgency is Urgency.STOP
+    assert world.scheduler.why_waiting(world.record(completion)) == "its turn"
+    assert kinds(world, completion) == ["queued"], "asking is not deciding"
+    assert world.record(alone).lane is None
 
 
 def test_a_better_class_is_admitted_while_one_waits_and_is_not_kept_waiting_by_one_that_runs() -> None:

@@ -470,6 +470,11 @@ def test_the_books_notice_tampering(scheduler: Scheduler) -> None:
         scheduler.check_integrity()
     scheduler = Scheduler(PER_SEQUENCE)
     submit(scheduler, [1])
+    scheduler._pool._held[3] = (0, 0), 7
+    with pytest.raises(OutOfOrder, match="7 cells held, 0 of them by somebody"):
+        scheduler.check_integrity()
+    scheduler = Scheduler(PER_SEQUENCE)
+    submit(scheduler, [1])
     scheduler._requests.clear()
     with pytest.raises(OutOfOrder, match="waiting"):
         scheduler.check_integrity()
