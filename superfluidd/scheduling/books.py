@@ -107,7 +107,8 @@ class Books:
         Going finer than the specification, any newcomer that finds a lane free ends it, too: it costs nobody anything.
 
         A running prefill step is given up if the lane that was cancelled is part of it, or if the interactive or
-        completion request can be seated; but not if a lane in it has not got on since the last time.
+        completion request can be seated; but not if a lane in it has not got on since the last time, nor if the step is
+        so short that less would be won than lost.
         """
         plan = self._in_flight
         if plan is None or not self.limits.granular:
@@ -118,7 +119,7 @@ class Books:
         if not urgent and not self._cancelled and not self._hurry:
             free = any(self._admission.finds_room(record, plan.tick + 1) for record in waiting)
             return Urgency.STOP if free else Urgency.NONE
-        if not self.limits.abandons or not plan.prefill:
+        if not self.limits.abandons or not budget.worth_abandoning(self._rates, plan.prefill, plan.step_tokens):
             return Urgency.STOP
         fed = {chunk.request for chunk in plan.prefill}
         lanes = [record for request in fed if (record := self._requests.get(request))]

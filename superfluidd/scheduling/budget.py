@@ -6,9 +6,11 @@ are learned from reports; before the first report the floors apply.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from superfluidd.scheduling.plan import Timing
+from superfluidd.scheduling.plan import Prefill, Timing
 from superfluidd.scheduling.policy import PREFILL_BUDGET, Policy
 
 TARGET_OPEN_NATIVE = 0.25
@@ -60,6 +62,10 @@ LATENCY_MODE_ABANDONING = 3.5
 """The same where a step is given up for such a request, and then only if the latest two came within this time of each
 other. Short steps only save what giving up loses (half a step of 0.8 s), and cost an eighth of the prefill rate: they
 pay while such requests come this often."""
+
+ABANDON_LEAST = 0.1
+"""Seconds of the shortest prefill step that is worth giving up: on average half of it is lost, so that somebody waits
+for half of it less."""
 
 EXACT_STEP = 64
 """Tokens of every prefill step of a batch-invariant lane: the same whatever else goes on, since another batch shape is
@@ -201,3 +207,10 @@ def step_tokens(rates: Rates, *, latency: bool, max_step: int) -> int:
     rate = rates.prefill_tokens_per_second
     tokens = STEP_UNKNOWN if rate is None else _whole(rate * STEP_SECONDS) // STEP_GRAIN * STEP_GRAIN
     return min(max_step, max(STEP_LEAST, tokens))
+
+
+def worth_abandoning(rates: Rates, prefill: Sequence[Prefill], step: int) -> bool:
+    """Whether a prefill step of this tick is long enough to be given up; where no rate is known yet it is."""
+    tokens = min(step, sum(chunk.tokens for chunk in prefill))
+    rate = rates.prefill_tokens_per_second
+    return tokens > 0 and (rate is None or tokens >= ABANDON_LEAST * rate)

@@ -447,9 +447,11 @@ def test_an_urgent_arrival_that_can_be_seated_gives_the_step_up_once() -> None:
     while world.scheduler.request(chat):
         world.tick()
     plan = world.plan()
-    world.ask(CHAT)
+    chat = world.ask(CHAT, most=2)
     assert world.scheduler.urgency is Urgency.STOP, "it has not got on since it was given up"
     world.run(plan)
+    while world.scheduler.request(chat):
+        world.tick()
     world.plan()
     world.ask(CHAT)
     assert world.scheduler.urgency is Urgency.ABANDON, "now it has"
@@ -479,6 +481,22 @@ def test_a_cancelled_lane_gives_its_own_step_up_and_only_ends_others() -> None:
     assert world.scheduler.urgency is Urgency.STOP
     world.scheduler.finish(long, FinishReason.ABORT)
     assert world.scheduler.urgency is Urgency.ABANDON
+
+
+def test_a_step_is_only_given_up_if_it_is_long_enough() -> None:
+    chunk = (Prefill(1, 3000),)
+    fast, slow = budget.Rates(prefills=(5121.0,)), budget.Rates(prefills=(5119.0,))
+    assert not budget.worth_abandoning(fast, chunk, 512)
+    assert budget.worth_abandoning(slow, chunk, 512)
+    assert not budget.worth_abandoning(slow, (Prefill(1, 500),), 512)
+    assert budget.worth_abandoning(budget.Rates(), chunk, 512), "nobody knows yet"
+    assert not budget.worth_abandoning(budget.Rates(), (), 512), "there is no such step"
+    world = World()
+    world.ask(AGENT, tokens=3000)
+    world.run(world.plan(), timing=Timing(0, 0, 0.0, 1000, 0.1))
+    world.plan()
+    world.ask(CHAT)
+    assert world.scheduler.urgency is Urgency.STOP, "at 10,000 tokens/s a step is over in 51 ms"
 
 
 def test_a_step_given_up_for_a_request_that_is_gone_is_nobodys_loss() -> None:
