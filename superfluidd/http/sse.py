@@ -22,12 +22,9 @@ log = logging.getLogger("superfluidd.http")
 
 DONE = b"data: [DONE]\n\n"
 
-SILENCE = 10.0
-"""Seconds without a byte after which a comment goes out, so that nothing in between gives the connection up."""
-
-WAITING_SILENCE = 2.0
-"""The same before the first token, and while every unfinished choice is paused: the comment says where the request is,
-so that a client that waits can tell waiting from a server that has died."""
+SILENCE = 2.0
+"""Seconds without a byte after which a comment goes out. It says where the request is, so that a client that waits, in
+the queue, paused or beside somebody's long prompt, can tell that from a server that has died."""
 
 Totals = Callable[[Sequence[Usage]], Usage]
 
@@ -56,20 +53,15 @@ async def frames(
         if opening:
             yield opening
         open_choices = set(range(choices))
-        paused: set[int] = set()
-        started = False
         while open_choices:
             item = None
-            waits = not started or paused == open_choices
-            with trio.move_on_after(WAITING_SILENCE if waits else SILENCE):
+            with trio.move_on_after(SILENCE):
                 item = await source.next()
             if item is None:
                 yield _comment(progress())
                 continue
             choice, event = item
-            started = started or isinstance(event, Delta)
             if isinstance(event, Delta):
-                paused.discard(choice)
                 yield writer.delta(choice, event)
             elif isinstance(event, Done):
                 error = errors.failure(event)
@@ -78,13 +70,9 @@ async def frames(
                     yield _error_frame(error)
                     break
                 open_choices.discard(choice)
-                paused.discard(choice)
                 yield writer.finish(choice, event.reason)
             elif isinstance(event, Pause):
-                paused.add(choice)
                 yield _comment("paused" if len(open_choices) > 1 else progress())
-            else:
-                paused.discard(choice)
         else:
             last = writer.usage(totals(usages))
             if last:

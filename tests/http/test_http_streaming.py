@@ -21,9 +21,10 @@ LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True}
 
 
 @pytest.fixture
-def simulated() -> Simulated:
-    """A tenth of the usual speed: a window of 1024 tokens takes minutes of virtual time."""
-    return Simulated(msgspec.structs.replace(simulated_spec(), simulated_speed=0.1))
+def simulated(request: pytest.FixtureRequest) -> Simulated:
+    """A tenth of the usual speed unless a test asks for another: a window of 1024 tokens takes minutes of virtual
+    time."""
+    return Simulated(msgspec.structs.replace(simulated_spec(), simulated_speed=getattr(request, "param", 0.1)))
 
 
 def idle(service: Service) -> bool:
@@ -64,6 +65,18 @@ async def test_a_queued_stream_shows_signs_of_life(autojump_clock: MockClock, se
     assert 3 < trio.current_time() - started <= 5
     assert b'"role":"assistant"' in seen
     assert text_of(frames(seen)) == ""
+
+
+@pytest.mark.parametrize("simulated", [0.001], indirect=True)
+async def test_a_decoding_stream_that_falls_silent_shows_signs_of_life(
+    autojump_clock: MockClock, server: Server, service: Service
+) -> None:
+    client = await server.connect()
+    _, seen = await client.ask("POST", CHAT, {**LONG, "max_tokens": 8, "stream": True})
+    gaps = seen.split(b'"content":')[2:-1]  # the first one opens the message
+    assert len(gaps) > 1
+    assert all(b": decoding class=agent" in gap for gap in gaps), "seconds pass between two tokens"
+    assert frames(seen)[-1] == "[DONE]"
 
 
 async def test_a_lost_engine_pauses_a_stream_and_nothing_is_repeated(

@@ -418,6 +418,31 @@ def test_the_kv_of_preempted_lanes_goes_when_the_room_is_needed_worst_first() ->
     assert world.record(agent).sequence is not None
 
 
+def test_a_caller_may_hand_ids_out_and_the_scheduler_counts_on_from_them() -> None:
+    scheduler = Scheduler(TWO)
+    given = scheduler.submit([1], sampling=SamplingParams(), max_tokens=1, qos=AGENT, now=0.0, request=7)
+    own = scheduler.submit([1], sampling=SamplingParams(), max_tokens=1, qos=AGENT, now=0.0)
+    assert (given.id, own.id) == (7, 8)
+
+
+def test_a_lost_engine_takes_the_kv_of_preempted_lanes_with_it() -> None:
+    world = World()
+    world.ask(BACKGROUND)
+    world.ask(BACKGROUND)
+    world.tick()
+    world.ask(CHAT)
+    world.plan()
+    victim = world.paused[0]
+    assert world.record(victim).sequence is not None, "held while there is room"
+    world.scheduler.engine_lost(world.now)
+    assert world.scheduler.statistics().cells_held == 0
+    assert world.record(victim).sequence is None
+    again = world.plan()
+    assert (again.retire, again.free) == ((), ()), "an engine that starts anew has nothing to empty"
+    assert [seat.cached for seat in again.admit] == [0, 0]
+    world.scheduler.check_integrity()
+
+
 def test_a_preempted_request_that_is_cancelled_gives_its_kv_back() -> None:
     world = World()
     background = world.ask(BACKGROUND)
@@ -568,6 +593,16 @@ def test_a_batch_invariant_lane_never_shares_a_tick_and_takes_turns() -> None:
         ticked.append((named, plan.exact))
     assert ticked == [([alone[0]], True), (together, False), ([alone[1]], True), (together, False)] * 1 + ticked[4:]
     assert ticked[4:] == ticked[:2]
+
+
+def test_one_whose_engine_was_lost_is_served_before_others_of_its_class() -> None:
+    world = World()
+    first = world.ask(AGENT, alone=True)
+    world.tick()
+    second = world.ask(AGENT, alone=True)
+    world.scheduler.engine_lost(world.now)
+    assert world.scheduler.position(first) == 1
+    assert [seat.request for seat in world.plan().admit] == [first, second]
 
 
 def test_its_prompt_is_always_cut_at_the_same_places() -> None:
