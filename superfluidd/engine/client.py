@@ -149,7 +149,7 @@ class WorkerEngine:
             self._closing = True
             self._kill()
             raise
-        return self.lost or self._greeting or self
+        return self._greeting or self.lost or self
 
     # -- the link -------------------------------------------------------------------------------------------------
 
