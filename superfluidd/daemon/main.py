@@ -52,6 +52,7 @@ async def serve(settings: Settings, socket_path: Path, ready: Callable[[Service,
                 ids,
                 policy=settings.policy,
                 caps=settings.caps,
+                cache=one.cache,
                 stall_timeout=settings.stall_timeout,
             )
             for one in loaded

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
+import msgspec
 import trio
 
 from superfluidd.control.protocol import LaneView, ModelView, QueueView
@@ -25,6 +26,7 @@ from superfluidd.engine.port import EngineInfo
 from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading
 from superfluidd.scheduling.books import Limits
+from superfluidd.scheduling.kv import Cache
 from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused, Urgency
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.request import Phase, Request
@@ -56,7 +58,7 @@ class _Live:
         self.origin = origin
 
     def usage(self) -> Usage:
-        return Usage(self.record.prompt, self.record.generated)
+        return Usage(self.record.prompt, self.record.generated, self.record.cached)
 
 
 class Model:
@@ -67,7 +69,7 @@ class Model:
         path: where it came from, for people.
         start_engine: starts its engine.
         ids: hands out request ids, unique over all models of the daemon.
-        policy, caps: the scheduler's settings.
+        policy, caps: the scheduler's settings; ``cache``: how KV is kept.
         stall_timeout: seconds a client may leave its stream unread.
         clock: seconds; Trio's, so that tests can use a virtual one.
     """
@@ -81,6 +83,7 @@ class Model:
         *,
         policy: Policy | None = None,
         caps: Mapping[QosClass, int] | None = None,
+        cache: Cache | None = None,
         stall_timeout: float = 60.0,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
@@ -98,6 +101,7 @@ class Model:
         self._start_engine = start_engine
         self._policy = policy or Policy()
         self._caps: dict[QosClass, int] = dict(caps or {})
+        self._cache = cache or Cache()
         self._ids = ids
         self._stall_timeout = stall_timeout
         self._clock = clock
@@ -167,6 +171,9 @@ class Model:
                     max_step=info.max_step,
                     granular=info.round_granular,
                     abandons=info.abandons,
+                    cache=msgspec.structs.replace(
+                        self._cache, cut=info.cut, cell_bytes=self._cache.cell_bytes or info.bytes_per_cell
+                    ),
                 ),
                 self._policy,
                 self._caps,
@@ -534,5 +541,15 @@ class Model:
             abandoned_prefill_tokens=stats.abandoned_tokens if stats else 0,
             prefill_budget=stats.prefill_budget if stats else 0,
             decode_grant=stats.decode_grant if stats else 0,
-            cells_held=stats.cells_held if stats else 0,
+            cells_kept=stats.cells_kept if stats else 0,
+            cached_tokens=stats.kv.cached_tokens if stats else 0,
+            prefix_hits=stats.kv.hits if stats else 0,
+            evictions=stats.kv.evictions if stats else 0,
+            exports=stats.kv.exports if stats else 0,
+            imports=stats.kv.imports if stats else 0,
+            prefixes=stats.kv.entries if stats else 0,
+            host_prefixes=stats.kv.host_entries if stats else 0,
+            host_bytes=stats.kv.host_bytes if stats else 0,
+            host_limit_bytes=self._cache.host_bytes,
+            cut=info.cut if info else "",
         )

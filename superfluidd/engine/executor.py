@@ -9,6 +9,7 @@ A step that fails is tried again lane by lane, so that one bad lane does not tak
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,23 @@ import msgspec
 from superfluidd.engine.port import Choice, Draw, EngineError, Feed, Runtime, StepAbandoned
 from superfluidd.engine.threads import FixedThreads, ThreadPolicy
 from superfluidd.engine.wire import StepDone, TokenOut
-from superfluidd.scheduling.plan import Admit, LaneFault, Plan, TickReport, Timing
+from superfluidd.scheduling.plan import (
+    Admit,
+    Copy,
+    Cut,
+    Discard,
+    Export,
+    Free,
+    Import,
+    KvOp,
+    LaneFault,
+    Plan,
+    TickReport,
+    Timing,
+)
 from superfluidd.types import RequestId
+
+log = logging.getLogger(__name__)
 
 
 class BadPlan(Exception):
@@ -55,10 +71,20 @@ class _Chunk:
     left: int
 
 
+@dataclass(slots=True)
+class _Saved:
+    """KV in host memory."""
+
+    state: bytes
+    length: int
+
+
 class _Tally:
     """What a tick has done so far."""
 
     def __init__(self) -> None:
+        self.emptied: list[int] = []
+        self.exported: list[tuple[int, int]] = []
         self.prefilled: dict[RequestId, int] = {}
         self.decoded: dict[RequestId, int] = {}
         self.faults: list[LaneFault] = []
@@ -82,6 +108,7 @@ class Executor:
         self._runtime = runtime
         self._threads = threads or FixedThreads()
         self._lanes: dict[RequestId, _Lane] = {}
+        self._saved: dict[int, _Saved] = {}
         self._exact = False
 
     def run(self, plan: Plan, should_stop: Callable[[], bool]) -> Generator[StepDone | StepStarting, None, TickReport]:
@@ -95,12 +122,12 @@ class Executor:
             BadPlan: before anything ran.
         """
         self._validate(plan)
-        refusal = self._seat(plan)
+        tally = _Tally()
+        refusal = self._seat(plan, tally)
         if refusal:
             return TickReport(plan.tick, "replan", cells_used=self._runtime.cells_used(), reason=refusal)
         self._runtime.abandon(False)
         self._exact = plan.exact
-        tally = _Tally()
         grants = {grant.request: grant.rounds for grant in plan.decode}
         chunks = [_Chunk(self._lanes[chunk.request], chunk.tokens) for chunk in plan.prefill]
         stopped = False
@@ -143,6 +170,8 @@ class Executor:
                 threads=self._threads.current,
             ),
             abandoned=tally.abandoned,
+            emptied=tuple(dict.fromkeys(tally.emptied)),
+            exported=tuple(tally.exported),
         )
 
     # -- before the first step ------------------------------------------------------------------------------------
@@ -160,18 +189,19 @@ class Executor:
             raise BadPlan(f"tick {plan.tick} names requests {strangers} that have no lane")
         held = {lane.sequence for request, lane in self._lanes.items() if request not in retired}
         taken = [seat.sequence for seat in plan.admit]
-        if len(set(taken)) != len(taken) or held & (set(taken) | set(plan.free)):
+        changed = {op.sequence for op in plan.kv if not isinstance(op, Export | Discard)}
+        if len(set(taken)) != len(taken) or held & (set(taken) | changed):
             raise BadPlan(f"tick {plan.tick} uses a sequence twice")
-        outside = sorted(number for number in {*taken, *plan.free} if not 0 <= number < self._runtime.info.sequences)
+        named_sequences = {*taken, *changed, *_sources(plan.kv)}
+        outside = sorted(number for number in named_sequences if not 0 <= number < self._runtime.info.sequences)
         if outside:
             raise BadPlan(f"tick {plan.tick} names sequences {outside} that do not exist")
+        if any(isinstance(op, Cut | Copy | Import) and op.length < 1 for op in plan.kv):
+            raise BadPlan(f"tick {plan.tick} wants less than one token in a sequence")
         unfed = {request: len(lane.tokens) - lane.fed for request, lane in self._lanes.items()}
         for seat in plan.admit:
-            holds = 0 if seat.sequence in plan.free else self._runtime.length(seat.sequence)
-            if holds != seat.cached:
-                raise BadPlan(f"sequence {seat.sequence} holds {holds} tokens, not {seat.cached}")
             unfed[seat.request] = len(seat.tokens) - seat.cached
-            if unfed[seat.request] < 1:
+            if unfed[seat.request] < 1 or seat.cached < 0:
                 raise BadPlan(f"request {seat.request} has no token left to feed")
         for chunk in plan.prefill:
             unfed[chunk.request] -= chunk.tokens
@@ -182,28 +212,86 @@ class Executor:
         if plan.prefill and plan.step_tokens < 1:
             raise BadPlan(f"tick {plan.tick} feeds {plan.step_tokens} tokens a step")
 
-    def _seat(self, plan: Plan) -> str:
-        """Retire, free and admit. A reason to replan, or nothing; then nothing has changed."""
-        needed = sum(len(seat.tokens) - seat.cached for seat in plan.admit)
-        freed = sum(self._runtime.length(sequence) for sequence in plan.free)
-        room = self._runtime.info.cells - self._runtime.cells_used() + freed
-        if self._runtime.info.layout == "shared" and needed > room:
-            return f"{needed} cells are needed to seat {len(plan.admit)} requests, {room} are free"
+    def _seat(self, plan: Plan, tally: _Tally) -> str:
+        """Retire, move KV and admit. A reason to replan, or nothing; a refusal has changed nothing."""
+        if self._runtime.info.layout == "shared":
+            lengths = self._lengths_after(plan.kv)
+            needed = sum(max(0, len(seat.tokens) - lengths[seat.sequence]) for seat in plan.admit)
+            room = self._runtime.info.cells - sum(lengths)
+            if needed > room:
+                return f"{needed} cells are needed to seat {len(plan.admit)} requests, {room} are free"
         for request in plan.retire:
             self._lanes.pop(request, None)
-        for sequence in plan.free:
-            self._runtime.free(sequence)
+        for op in plan.kv:
+            self._move(op, tally)
         for seat in plan.admit:
             self._lanes[seat.request] = _Lane(
                 request=seat.request,
                 sequence=seat.sequence,
                 tokens=list(seat.tokens),
                 prompt=seat.prompt,
-                fed=seat.cached,
+                fed=self._cached(seat, tally),
                 draw_from=seat,
                 end_tokens=self._runtime.info.end_tokens,
             )
         return ""
+
+    def _lengths_after(self, ops: Sequence[KvOp]) -> list[int]:
+        """What every sequence will hold, if nothing fails."""
+        lengths = [self._runtime.length(sequence) for sequence in range(self._runtime.info.sequences)]
+        for op in ops:
+            match op:
+                case Free():
+                    lengths[op.sequence] = 0
+                case Cut() | Copy() | Import():
+                    lengths[op.sequence] = op.length
+                case Export() | Discard():
+                    pass
+        return lengths
+
+    def _move(self, op: KvOp, tally: _Tally) -> None:
+        """Do one thing with KV. What cannot be done leaves its sequence empty, or nothing saved, and is reported."""
+        runtime = self._runtime
+        try:
+            match op:
+                case Free():
+                    runtime.free(op.sequence)
+                case Cut():
+                    if runtime.length(op.sequence) < op.length or not runtime.cut(op.sequence, op.length):
+                        raise EngineError(f"sequence {op.sequence} cannot be cut to {op.length} tokens")
+                case Copy():
+                    runtime.free(op.sequence)
+                    runtime.copy(op.source, op.sequence, op.length)
+                case Import():
+                    runtime.free(op.sequence)
+                    saved = self._saved.get(op.blob)
+                    if saved is None or saved.length < op.length:
+                        raise EngineError(f"there is no state {op.blob} of {op.length} tokens")
+                    runtime.restore(op.sequence, saved.state, op.length)
+                case Export():
+                    state = runtime.export(op.sequence)
+                    self._saved[op.blob] = _Saved(state, runtime.length(op.sequence))
+                    tally.exported.append((op.blob, len(state)))
+                case Discard():
+                    self._saved.pop(op.blob, None)
+        except (EngineError, MemoryError, OverflowError) as error:
+            log.warning("KV is computed again: %s", error)
+            if isinstance(op, Export):
+                tally.exported.append((op.blob, 0))
+            elif not isinstance(op, Discard):
+                runtime.free(op.sequence)
+                tally.emptied.append(op.sequence)
+
+    def _cached(self, seat: Admit, tally: _Tally) -> int:
+        """How many tokens of a seat its sequence really holds: what was promised, or none."""
+        holds = self._runtime.length(seat.sequence)
+        if holds == seat.cached:
+            return holds
+        if seat.sequence not in tally.emptied:
+            log.warning("sequence %d holds %d tokens, not %d; they go", seat.sequence, holds, seat.cached)
+        self._runtime.free(seat.sequence)
+        tally.emptied.append(seat.sequence)
+        return 0
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -309,3 +397,7 @@ class Executor:
         lane.over = True
         lane.decoding = False
         tally.faults.append(LaneFault(lane.request, message))
+
+
+def _sources(ops: Sequence[KvOp]) -> set[int]:
+    return {op.source for op in ops if isinstance(op, Copy)} | {op.sequence for op in ops if isinstance(op, Export)}

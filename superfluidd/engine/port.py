@@ -152,6 +152,27 @@ class Runtime(Protocol):
     def cut(self, sequence: int, length: int) -> bool:
         """Shorten the sequence to ``length`` tokens; ``False`` if its state cannot be cut there (nothing changes)."""
 
+    def copy(self, source: int, sequence: int, length: int) -> None:
+        """Make an empty sequence hold the first ``length`` tokens of another.
+
+        Raises:
+            EngineError: it cannot be done; the sequence is empty.
+        """
+
+    def export(self, sequence: int) -> bytes:
+        """Everything a sequence holds, in a form that :meth:`restore` of the same model and settings understands.
+
+        Raises:
+            EngineError: it cannot be done.
+        """
+
+    def restore(self, sequence: int, state: bytes, length: int) -> None:
+        """Make an empty sequence hold the first ``length`` tokens of what was exported.
+
+        Raises:
+            EngineError: it cannot be done; the sequence is empty.
+        """
+
     def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
         """Compute all feeds in one packed call.
 

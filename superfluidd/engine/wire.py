@@ -13,7 +13,7 @@ from superfluidd.engine.port import EngineInfo
 from superfluidd.scheduling.plan import Plan, TickReport
 from superfluidd.types import RequestId, TokenLogprob
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes its meaning. Both ends must agree."""
 
 

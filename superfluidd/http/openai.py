@@ -17,7 +17,7 @@ from superfluidd.errors import InvalidValue, UnknownModel
 from superfluidd.http import generate, sampling, schema, sse
 from superfluidd.http.body import json_reply, read_body
 from superfluidd.http.lifetime import lifetime
-from superfluidd.http.qos import QOS_HEADER, read_headers
+from superfluidd.http.qos import CACHED_HEADER, QOS_HEADER, read_headers
 from superfluidd.http.replies import ChatWriter, TextWriter, Writer
 
 
@@ -138,8 +138,9 @@ async def _answer(
         reply = sse.response(sse.frames(source, writer, len(generations), totals, progress))
     else:
         replies = await generate.collect(generations)
-        whole = writer.whole(replies, totals([reply.usage for reply in replies]))
-        reply = Response(whole, content_type="application/json")
+        usage = totals([reply.usage for reply in replies])
+        reply = Response(writer.whole(replies, usage), content_type="application/json")
+        reply.headers[CACHED_HEADER] = str(usage.cached)
     reply.headers[QOS_HEADER] = pattern.qos.label
     return reply
 

@@ -13,6 +13,10 @@ from superfluidd.types import QosClass
 QOS_HEADER = "x-superfluid-qos"
 """Of a request: the class it asks for. Of a response: the class it was served in."""
 
+CACHED_HEADER = "x-superfluid-cached-tokens"
+"""In whole replies: prompt tokens that came from the prefix cache. A stream's headers leave before that is known; its
+usage says it."""
+
 INVARIANT_HEADER = "x-superfluid-batch-invariant"
 
 _YES = ("1", "true", "yes", "on")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from superfluidd.scheduling import budget
+from superfluidd.scheduling.kv import Kv
 from superfluidd.scheduling.lanes import Lanes
 from superfluidd.scheduling.plan import Admit
 from superfluidd.scheduling.policy import Policy
@@ -14,27 +16,31 @@ from superfluidd.scheduling.statistics import Counters
 from superfluidd.scheduling.trail import Entry, Kind
 from superfluidd.types import QosClass, RequestId
 
+AWAIT_TICKS = 64
+"""Ticks after which a request waits no longer for a prefix that another is being fed."""
+
 
 class Admission:
     """Moves requests between queues and lanes, in the books. The scheduler owns it and everything it is given.
 
     Attributes:
         retire: requests whose lanes the engine has yet to forget.
-        free: sequences it has yet to empty.
+        worth_waiting: tokens of a prefix that is worth waiting for.
         critical: the operating system is out of memory: background work gets no lanes.
     """
 
-    def __init__(self, policy: Policy, queues: ClassQueues, lanes: Lanes, pool: KvPool, counters: Counters) -> None:
+    def __init__(
+        self, policy: Policy, queues: ClassQueues, lanes: Lanes, pool: KvPool, kv: Kv, counters: Counters
+    ) -> None:
         self.policy = policy
         self.retire: list[RequestId] = []
-        self.free: list[int] = []
+        self.worth_waiting = budget.WAIT_UNKNOWN
         self.critical = False
         self._queues = queues
         self._lanes = lanes
         self._pool = pool
+        self._kv = kv
         self._counters = counters
-        self._held: dict[int, Request] = {}
-        """Waiting requests whose KV is kept, by sequence."""
 
     # -- who is next ----------------------------------------------------------------------------------------------
 
@@ -49,10 +55,11 @@ class Admission:
         allowed: list[Request] = []
         for head in heads:
             bar = self._bar(head)
-            if bar is None:
+            leader = self.leader(head, tick) if bar is None else None
+            if now is not None:
+                self._note_bar(head, bar, leader, tick, now)
+            if bar is None and leader is None:
                 allowed.append(head)
-            elif now is not None:
-                head.trail.add(Entry(now, tick, bar[0], head.qos.label, why=bar[1]))
         alone = [head for head in allowed if head.batch_invariant]
         if not alone:
             return allowed
@@ -76,6 +83,23 @@ class Admission:
         if self.critical and qos is QosClass.BACKGROUND:
             return "capped", "none while memory is critical"
         return None
+
+    def _note_bar(
+        self, head: Request, bar: tuple[Kind, str] | None, leader: Request | None, tick: int, now: float
+    ) -> None:
+        if bar is not None:
+            head.trail.add(Entry(now, tick, bar[0], head.qos.label, why=bar[1]))
+        elif leader is not None:
+            if head.awaits_tick is None:
+                head.awaits_tick = tick
+            self._note(head, "awaits-prefix", tick, now, other=leader)
+
+    def leader(self, head: Request, tick: int) -> Request | None:
+        """The lane that is being fed what a request's prompt begins with, if that is worth waiting for, and for a
+        while."""
+        if head.awaits_tick is not None and tick - head.awaits_tick >= AWAIT_TICKS:
+            return None
+        return self._kv.leader(head, self._lanes.in_order(), self.worth_waiting)
 
     def fits(self, record: Request, without: list[Request] | None = None) -> bool:
         """Whether a request could be seated, with these lanes given up."""
@@ -167,17 +191,17 @@ class Admission:
         again = record.phase is Phase.PREEMPTED
         self._queues.remove(record)
         record.move(Phase.RUNNING)
-        if record.sequence is not None:
-            del self._held[record.sequence]
-        record.sequence, gone = self._pool.promise(record.cells, record.sequence)
-        for sequence in gone:
-            self._forget(sequence)
+        record.sequence, record.fed = self._kv.seat(record, self._lanes.in_order())
         self._lanes.seat(record)
         record.seated, record.seated_tick, record.starved = now, tick, 0
         if again:
             self._note(record, "resumed", tick, now, tokens=record.fed)
         else:
-            self._note(record, "admitted", tick, now, why=f"it had waited {now - record.queued:.3f} s")
+            record.cached = record.fed
+            self._counters.prefix_hits += record.fed > 0
+            self._counters.cached_tokens += record.fed
+            why = f"it had waited {now - record.queued:.3f} s"
+            self._note(record, "admitted", tick, now, tokens=record.fed, why=why)
         return Admit(
             request=record.id,
             sequence=record.sequence,
@@ -187,34 +211,22 @@ class Admission:
             cached=record.fed,
         )
 
-    def _forget(self, sequence: int) -> None:
-        """A held sequence had to go: its request is prefilled again, and the engine is to empty it."""
-        record = self._held.pop(sequence)
-        record.sequence, record.fed = None, 0
-        self.free.append(sequence)
-
     def preempt(self, record: Request, tick: int, now: float, winner: Request | None, why: str = "") -> None:
         """Take a running request's lane. It goes back to the head of its queue; its KV is held while there is room."""
         assert record.sequence is not None
         lane = self._lanes.leave(record)
         self.retire.append(record.id)
-        self._hold(record)
         self._counters.preemptions[record.qos] += 1
         self._note(record, "preempted", tick, now, other=winner, lane=lane, tokens=record.fed, why=why)
+        self._hold(record)
         self.requeue(record, Phase.PREEMPTED, tick, now)
         record.pauses += 1
         self._counters.pauses += 1
 
     def _hold(self, record: Request) -> None:
         """Keep what the engine has of a request that is losing its lane, if it has anything."""
-        assert record.sequence is not None
-        record.decoding = False
-        if record.fed:
-            self._pool.hold(record.sequence, record.fed, (record.qos, record.id))
-            self._held[record.sequence] = record
-        else:
-            self._pool.release(record.sequence)
-            record.sequence = None
+        self._kv.leave(record, waits=True)
+        record.fed, record.decoding = 0, False
 
     def requeue(self, record: Request, phase: Phase, tick: int, now: float) -> None:
         """Back to the head of its class."""
@@ -231,21 +243,21 @@ class Admission:
         record.queued, record.queued_tick = queued, queued_tick
         self._note(record, "refused-by-engine", tick, now, why=why)
 
-    def leave(self, record: Request) -> None:
-        """A running or waiting request is over: give back whatever it has."""
+    def leave(self, record: Request, *, keep: bool, certain: bool) -> None:
+        """A running or waiting request is over: give back whatever it has.
+
+        Args:
+            record: it is.
+            keep: its KV may be of use to others.
+            certain: the engine holds exactly what the books say.
+        """
         if record.phase is Phase.RUNNING:
-            assert record.sequence is not None
             self._lanes.leave(record)
-            self._pool.release(record.sequence)
             self.retire.append(record.id)
-            self.free.append(record.sequence)
+            self._kv.leave(record, waits=False, certain=certain, whole=keep)
         else:
             self._queues.remove(record)
-            if record.sequence is not None:
-                self._pool.drop(record.sequence)
-                del self._held[record.sequence]
-                self.free.append(record.sequence)
-        record.sequence = None
+            self._kv.disown(record)
 
     def lose_engine(self, record: Request, tick: int, now: float) -> None:
         """The engine took a running request's KV with it."""
@@ -258,13 +270,10 @@ class Admission:
         record.pauses += 1
         self._counters.pauses += 1
 
-    def lose_held(self) -> None:
-        """The engine took with it whatever was held, and has nothing to retire or empty any more."""
-        for sequence in list(self._held):
-            self._pool.drop(sequence)
-            self._forget(sequence)
+    def lose_kept(self) -> None:
+        """The engine took with it whatever was kept, and has nothing to retire or empty any more."""
+        self._kv.lose()
         self.retire.clear()
-        self.free.clear()
 
     # -- writing down ---------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from superfluidd.scheduling import budget
 from superfluidd.scheduling.admission import Admission
+from superfluidd.scheduling.kv import Cache, Kv
+from superfluidd.scheduling.kv import Entry as KvEntry
 from superfluidd.scheduling.lanes import Lanes
 from superfluidd.scheduling.plan import Effect, OutOfOrder, Plan, Urgency
 from superfluidd.scheduling.policy import Policy
@@ -30,11 +32,12 @@ class Limits(msgspec.Struct, frozen=True):
         lanes: requests that run at once.
         shared: KV layout: one pool, or a window per sequence.
         cells: KV cells in all.
-        sequences: engine sequences; those beyond the lanes hold KV of preempted requests.
+        sequences: engine sequences; those beyond the lanes hold KV that is kept.
         window: longest context of one sequence, tokens.
         max_step: largest useful prefill micro-batch, tokens.
         granular: a running tick can be ended at the engine's next step, and rounds cost the same however they are cut.
         abandons: a prefill step can be given up in its middle.
+        cache: how KV that requests leave behind is kept.
     """
 
     lanes: int
@@ -45,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_step: int = 512
     granular: bool = True
     abandons: bool = False
+    cache: Cache = Cache()
 
 
 class Books:
@@ -72,11 +76,14 @@ class Books:
         self._lanes = Lanes(limits.lanes, caps)
         self._pool = KvPool(shared=limits.shared, cells=limits.cells, sequences=limits.sequences, window=limits.window)
         self._counters = Counters()
-        self._admission = Admission(self.policy, self._queues, self._lanes, self._pool, self._counters)
+        self._kv = Kv(self._pool, limits.cache, self._counters)
+        self._admission = Admission(self.policy, self._queues, self._lanes, self._pool, self._kv, self._counters)
         self._turns = Turns()
         self._in_flight: Plan | None = None
         self._observed: dict[RequestId, int] = {}
         self._admit_at_most: int | None = None
+        self._cleared = False
+        """The latest plan was refused, and what was kept has been given up for it."""
         self._effects: list[Effect] = []
         self._ended: OrderedDict[RequestId, Trail] = OrderedDict()
         # What has happened since the plan in flight was made:
@@ -84,7 +91,7 @@ class Books:
         self._arrived: list[RequestId] = []
         self._hurry = False
         self._sent = 0, 0
-        """How much of the admission's lists the plan in flight has taken care of."""
+        """How much of what there is to retire and to do with KV the plan in flight has taken care of."""
         self._urgent_at = self._urgent_before = -math.inf
         """When the latest interactive or completion request arrived, and the one before it."""
         self._rates = budget.Rates()
@@ -152,6 +159,10 @@ class Books:
         """Waiting requests by class and place: to read, not to change."""
         return list(self._queues)
 
+    def kept(self) -> Sequence[KvEntry]:
+        """KV that requests left behind: to read, not to change."""
+        return self._kv.entries
+
     def position(self, request: RequestId) -> int:
         """Place of a waiting request in its class's queue, from 1; 0 if it is not waiting."""
         record = self._requests.get(request)
@@ -169,6 +180,9 @@ class Books:
             return f"an operator: {qos.label} is paused"
         if self._lanes.capped(qos):
             return f"its class: {format_caps({qos: self._lanes.caps[qos]})} is the cap"
+        leader = self._admission.leader(record, self._counters.ticks + 1)
+        if leader is not None:
+            return f"what its prompt begins with: request {leader.id} is being fed it"
         candidates = self._admission.candidates(self._counters.ticks + 1, None)
         if not candidates or record is not candidates[0]:
             return "its turn"
@@ -203,7 +217,8 @@ class Books:
             paused=tuple(sorted(self._lanes.paused)),
             cells=self.limits.cells,
             cells_promised=self._pool.promised,
-            cells_held=self._pool.held,
+            cells_kept=self._pool.kept,
+            kv=self._kv.statistics(),
             cells_used=self._cells_used,
             prefill_budget=self._prefill_budget,
             decode_grant=self._decode_grant,
@@ -219,14 +234,16 @@ class Books:
         if waiting & running or waiting | running != set(self._requests):
             raise OutOfOrder(f"requests {sorted(self._requests)}, waiting {sorted(waiting)}, running {sorted(running)}")
         promised = sum(record.cells for record in seated)
-        if promised != self._pool.promised or (self.limits.shared and promised + self._pool.held > self.limits.cells):
+        kept = self._kv.resident()
+        if promised != self._pool.promised or (self.limits.shared and promised + kept > self.limits.cells):
             raise OutOfOrder(
-                f"{self._pool.promised} cells promised and {self._pool.held} held, {promised} owed, "
-                f"{self.limits.cells} in all"
+                f"{self._pool.promised} cells promised and {kept} kept, {promised} owed, {self.limits.cells} in all"
             )
-        held = sum(record.fed for record in self._queues)
-        if held != self._pool.held:
-            raise OutOfOrder(f"{self._pool.held} cells held, {held} of them by somebody")
-        to_do = self._admission.retire or self._admission.free
-        if self.idle and not to_do and self._in_flight is None and self._cells_used:
-            raise OutOfOrder(f"nothing runs but the engine holds {self._cells_used} cells")
+        if kept != self._pool.kept:
+            raise OutOfOrder(f"{self._pool.kept} cells kept, {kept} of them by somebody")
+        to_do = self._admission.retire or self._kv.ops
+        exact = self.limits.cache.cut == "anywhere"  # elsewhere an engine drops cells that it will not look at again
+        if self.idle and not to_do and self._in_flight is None:
+            wrong = self._cells_used != kept if exact else self._cells_used > kept
+            if wrong:
+                raise OutOfOrder(f"nothing runs, {kept} cells are kept, but the engine holds {self._cells_used}")

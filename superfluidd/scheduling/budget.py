@@ -67,6 +67,10 @@ ABANDON_LEAST = 0.1
 """Seconds of the shortest prefill step that is worth giving up: on average half of it is lost, so that somebody waits
 for half of it less."""
 
+WAIT_MOST, WAIT_UNKNOWN = 1024, 256
+"""A prefix of WAIT_MOST tokens that another lane is being fed is always worth waiting for; one of WAIT_UNKNOWN before a
+rate is known."""
+
 EXACT_STEP = 64
 """Tokens of every prefill step of a batch-invariant lane: the same whatever else goes on, since another batch shape is
 another rounding. No prefill budget is smaller."""
@@ -207,6 +211,13 @@ def step_tokens(rates: Rates, *, latency: bool, max_step: int) -> int:
     rate = rates.prefill_tokens_per_second
     tokens = STEP_UNKNOWN if rate is None else _whole(rate * STEP_SECONDS) // STEP_GRAIN * STEP_GRAIN
     return min(max_step, max(STEP_LEAST, tokens))
+
+
+def worth_waiting(rates: Rates, seconds: float, least: int) -> int:
+    """Tokens of a shared prefix from which on a request waits until another has been fed it: that many seconds of
+    prefill, and at least ``least``."""
+    rate = rates.prefill_tokens_per_second
+    return WAIT_UNKNOWN if rate is None else max(least, min(WAIT_MOST, _whole(rate * seconds)))
 
 
 def worth_abandoning(rates: Rates, prefill: Sequence[Prefill], step: int) -> bool:

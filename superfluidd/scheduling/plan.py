@@ -26,7 +26,7 @@ class Admit(msgspec.Struct, frozen=True):
 
     Attributes:
         request: the request's id.
-        sequence: the engine sequence that will hold its KV; it must hold exactly ``cached`` tokens of it already.
+        sequence: the engine sequence that will hold its KV; it is to hold ``cached`` tokens of it already.
         tokens: every token known so far: the prompt and, after a preemption or a worker's death, what was generated.
         prompt: how many of ``tokens`` are the client's prompt; the rest count as generated for penalties.
         cached: how many leading tokens the sequence already holds.
@@ -39,6 +39,51 @@ class Admit(msgspec.Struct, frozen=True):
     prompt: int
     sampling: SamplingParams
     cached: int = 0
+
+
+class Free(msgspec.Struct, frozen=True, tag="free", array_like=True):
+    """Empty a sequence."""
+
+    sequence: int
+
+
+class Cut(msgspec.Struct, frozen=True, tag="cut", array_like=True):
+    """Shorten a sequence to ``length`` tokens."""
+
+    sequence: int
+    length: int
+
+
+class Copy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
+    """Make an empty sequence hold the first ``length`` tokens of another."""
+
+    source: int
+    sequence: int
+    length: int
+
+
+class Export(msgspec.Struct, frozen=True, tag="export", array_like=True):
+    """Save a sequence's KV in the engine's host memory, under the number ``blob``."""
+
+    sequence: int
+    blob: int
+
+
+class Import(msgspec.Struct, frozen=True, tag="import", array_like=True):
+    """Make an empty sequence hold the first ``length`` tokens of what was saved as ``blob``, which stays saved."""
+
+    blob: int
+    sequence: int
+    length: int
+
+
+class Discard(msgspec.Struct, frozen=True, tag="discard", array_like=True):
+    """Forget what was saved as ``blob``."""
+
+    blob: int
+
+
+KvOp = Free | Cut | Copy | Export | Import | Discard
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True):
     Attributes:
         tick: number of this tick, from 1; the report echoes it.
         retire: requests whose lanes the engine forgets.
-        free: sequences to empty.
+        kv: what to do with sequences, in that order. What cannot be done leaves the sequence empty; the report says so.
         admit: requests to seat.
         prefill: prompt chunks, most urgent first.
         decode: decode grants, in lane order.
@@ -75,12 +120,17 @@ class Plan(msgspec.Struct, frozen=True):
 
     tick: int
     retire: tuple[RequestId, ...] = ()
-    free: tuple[int, ...] = ()
+    kv: tuple[KvOp, ...] = ()
     admit: tuple[Admit, ...] = ()
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[Decode, ...] = ()
     step_tokens: int = 512
     exact: bool = False
+
+    @property
+    def freed(self) -> tuple[int, ...]:
+        """Sequences that are emptied."""
+        return tuple(op.sequence for op in self.kv if isinstance(op, Free))
 
 
 class LaneFault(msgspec.Struct, frozen=True):
@@ -124,6 +174,9 @@ class TickReport(msgspec.Struct, frozen=True):
         timing: measured cost.
         reason: why ``replan``.
         abandoned: (request, prompt tokens) of a prefill step that was given up in its middle; none of it is in KV.
+        emptied: sequences that do not hold what the plan wanted in them: they were emptied, and a lane that was seated
+            in one has nothing cached.
+        exported: (blob, bytes) of what was saved; 0 bytes if that failed and nothing was.
     """
 
     tick: int
@@ -135,6 +188,8 @@ class TickReport(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     reason: str = ""
     abandoned: tuple[tuple[RequestId, int], ...] = ()
+    emptied: tuple[int, ...] = ()
+    exported: tuple[tuple[int, int], ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

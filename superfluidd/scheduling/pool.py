@@ -3,8 +3,9 @@
 Two layouts, one interface. In the *shared* layout sequences draw cells from one pool, so the sum of promises is
 bounded by its size. In the *per-sequence* layout every sequence owns a window, so a free sequence is all it takes.
 
-A promise covers everything a running request may still need. What a preempted request leaves behind is *held*: it is
-worth keeping, and goes without harm when a promise needs the room.
+A promise covers everything a running request may still need. What requests leave behind is *kept*: it is worth having,
+and goes without harm when a promise needs the room. Who is kept and who goes is :mod:`superfluidd.scheduling.kv`'s
+business.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ class KvPool:
         """The longest context any request can have, tokens."""
         self._free = list(range(sequences))
         self._promises: dict[int, int] = {}
-        self._held: dict[int, tuple[tuple[int, int], int]] = {}
-        """Sequence -> (rank, cells). The highest rank goes first."""
+        self._kept: dict[int, int] = {}
 
     @property
     def promised(self) -> int:
@@ -36,60 +36,55 @@ class KvPool:
         return sum(self._promises.values())
 
     @property
-    def held(self) -> int:
-        """Cells of held sequences."""
-        return sum(cells for _, cells in self._held.values())
+    def kept(self) -> int:
+        """Cells of kept sequences."""
+        return sum(self._kept.values())
 
     def fits(self, cells: int) -> bool:
-        """Whether :meth:`promise` would succeed: what is held is in nobody's way."""
-        if not (self._free or self._held) or cells > self.limit:
+        """Whether ``cells`` can be promised: what is kept is in nobody's way."""
+        if not (self._free or self._kept) or cells > self.limit:
             return False
         return not self.shared or self.promised + cells <= self.cells
 
-    def promise(self, cells: int, own: int | None = None) -> tuple[int, list[int]]:
-        """Promise ``cells``.
+    def short(self, cells: int, own: int | None = None) -> bool:
+        """Whether something that is kept has to go before ``cells`` are promised; ``own`` is the kept sequence that
+        the promise is to go on with."""
+        kept = self.kept if own is None else self.kept - self._kept[own]
+        return (own is None and not self._free) or (self.shared and self.promised + kept + cells > self.cells)
+
+    def promise(self, cells: int, own: int | None = None) -> int:
+        """Promise ``cells`` that fit and are not short.
 
         Args:
             cells: how many.
-            own: a held sequence to go on with.
+            own: a kept sequence to go on with.
 
         Returns:
-            The sequence that may fill them, by default the lowest free one, because runtimes work best on neighbours;
-            and the held sequences that had to go for it, which the engine must empty.
+            The sequence that may fill them, by default the lowest free one, because runtimes work best on neighbours.
         """
-        if not self.fits(cells):
-            raise ValueError(f"{cells} cells do not fit: {self.promised} of {self.cells} are promised")
-        if own is not None:
-            del self._held[own]
-        gone: list[int] = []
-        while (own is None and not self._free) or (
-            self.shared and self._held and self.promised + self.held + cells > self.cells
-        ):
-            gone.append(max(self._held, key=lambda sequence: self._held[sequence][0]))
-            self.drop(gone[-1])
-        sequence = min(self._free) if own is None else own
+        if not self.fits(cells) or self.short(cells, own):
+            raise ValueError(
+                f"{cells} cells do not fit: {self.promised} of {self.cells} are promised, {self.kept} kept"
+            )
         if own is None:
-            self._free.remove(sequence)
-        self._promises[sequence] = cells
-        return sequence, gone
+            own = min(self._free)
+            self._free.remove(own)
+        else:
+            del self._kept[own]
+        self._promises[own] = cells
+        return own
 
     def release(self, sequence: int) -> None:
         """Take a promise back."""
         del self._promises[sequence]
         self._free.append(sequence)
 
-    def hold(self, sequence: int, cells: int, rank: tuple[int, int]) -> None:
-        """Turn a promise into something worth keeping.
-
-        Args:
-            sequence: as promised.
-            cells: cells it has filled.
-            rank: of several, the highest goes first.
-        """
+    def keep(self, sequence: int, cells: int) -> None:
+        """Turn a promise into something worth keeping: the ``cells`` it has filled."""
         del self._promises[sequence]
-        self._held[sequence] = (rank, cells)
+        self._kept[sequence] = cells
 
     def drop(self, sequence: int) -> None:
-        """Give up a held sequence."""
-        del self._held[sequence]
+        """Give up a kept sequence."""
+        del self._kept[sequence]
         self._free.append(sequence)

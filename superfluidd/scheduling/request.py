@@ -56,8 +56,10 @@ class Request:
             ``first_token``, ``last_token``: when those were observed, None before. Seconds on the caller's clock.
         queued_tick, seated_tick: number of the latest tick when it last joined a queue; of the tick that seated it.
         risen: it got its lane because it had waited, ahead of a better class.
-        lane, sequence: its seat, None without one. A preempted request whose KV is still held keeps its sequence.
-        fed: how many of ``tokens`` the engine holds KV for.
+        lane, sequence: its seat, None without one.
+        fed: how many of ``tokens`` its sequence holds KV for.
+        cached: how many tokens of the prompt it did not have to feed when it was first seated.
+        awaits_tick: number of the tick since which it waits for a prefix that another lane is being fed, None if not.
         decoding: its known tokens are all fed but the last, and it draws one more each round.
         pauses: how often it lost its lane.
         starved: ticks in a row in which a younger lane was fed and this one, in prefill, was not.
@@ -84,6 +86,8 @@ class Request:
     lane: int | None = None
     sequence: int | None = None
     fed: int = 0
+    cached: int = 0
+    awaits_tick: int | None = None
     decoding: bool = False
     pauses: int = 0
     starved: int = 0

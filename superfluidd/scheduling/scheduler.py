@@ -15,6 +15,7 @@ from superfluidd.scheduling.plan import (
     Decode,
     Effect,
     Finished,
+    Import,
     OutOfOrder,
     Paused,
     Plan,
@@ -108,18 +109,25 @@ class Scheduler(Books):
             self._arrived.append(record.id)
 
     def finish(
-        self, request: RequestId, reason: FinishReason, error: str = "", now: float | None = None
+        self,
+        request: RequestId,
+        reason: FinishReason,
+        error: str = "",
+        now: float | None = None,
+        *,
+        observed: bool = False,
     ) -> list[Effect]:
         """End a request now, whatever it is doing. Nothing of it is delivered after this returned.
 
-        An id that is not queued or running is ignored: it has ended already.
+        An id that is not queued or running is ignored: it has ended already. ``observed``: the engine has ended it.
         """
         record = self._requests.pop(request, None)
         if record is None:
             return []
         if record.phase is Phase.RUNNING and self._in_flight is not None:
             self._cancelled.append(request)
-        self._admission.leave(record)
+        certain = observed or self._in_flight is None
+        self._admission.leave(record, keep=reason is not FinishReason.ERROR, certain=certain)
         record.move(Phase.FINISHED)
         record.decoding, record.fed, record.reason = False, 0, reason
         self._counters.finished[reason] += 1
@@ -194,12 +202,15 @@ class Scheduler(Books):
         if self._in_flight is not None:
             raise OutOfOrder(f"tick {self._in_flight.tick} is in flight")
         tick, admission = self._counters.ticks + 1, self._admission
+        admission.worth_waiting = budget.worth_waiting(self._rates, self._kv.cache.wait_seconds, self._kv.cache.least)
         if admission.critical:
             self._relieve(tick, now)
+        if self.limits.cache.enabled:
+            self._kv.relieve(sum(lane.fed for lane in self._lanes.in_order()))
         admit, lost = admission.admit(tick, now, self._admit_at_most)
         self._effects += [Paused(record.id, "preempted by more urgent work") for record in lost]
         seated = self._lanes.in_order()
-        if not seated and not admission.retire and not admission.free:
+        if not seated and not admission.retire and not self._kv.ops:
             return None
         ticking, exact = self._turns.take(seated)
         open_tick = self._open(ticking)
@@ -209,11 +220,11 @@ class Scheduler(Books):
         self._decode_grant = sum(grant.rounds for grant in decode)
         self._counters.ticks = tick
         self._cancelled, self._arrived, self._hurry, self._observed = [], [], False, {}
-        self._sent = len(admission.retire), len(admission.free)
+        self._sent = len(admission.retire), len(self._kv.ops)
         self._in_flight = Plan(
             tick=tick,
             retire=tuple(dict.fromkeys(admission.retire)),
-            free=tuple(dict.fromkeys(admission.free)),
+            kv=tuple(self._kv.ops),
             admit=tuple(admit),
             prefill=prefill,
             decode=decode,
@@ -316,7 +327,7 @@ class Scheduler(Books):
         if not end and record.remaining_new > 0:
             return Observed.ACCEPTED
         cancelled = list(self._cancelled)
-        self.finish(request, FinishReason.STOP if end else FinishReason.LENGTH, now=now)
+        self.finish(request, FinishReason.STOP if end else FinishReason.LENGTH, now=now, observed=True)
         self._cancelled = cancelled  # the engine knows that this lane is over; nothing to hurry for on its account
         return Observed.FINISHED
 
@@ -333,8 +344,10 @@ class Scheduler(Books):
         if report.outcome == "replan":
             return self._replan(plan, report, now)
         self._admit_at_most = None
+        self._cleared = False
         del self._admission.retire[: self._sent[0]]
-        del self._admission.free[: self._sent[1]]
+        del self._kv.ops[: self._sent[1]]
+        self._take_kv(plan, report)
         for request, produced in report.decoded:
             if request in self._requests and self._observed.get(request, 0) != produced:
                 raise OutOfOrder(
@@ -360,6 +373,23 @@ class Scheduler(Books):
         self._cancelled, self._arrived = [], []
         return effects
 
+    def _take_kv(self, plan: Plan, report: TickReport) -> None:
+        """What was saved, and what could not be done: a lane that was to be seeded has begun from nothing."""
+        for blob, size in report.exported:
+            self._kv.exported(blob, size)
+        emptied = set(report.emptied)
+        for op in plan.kv:
+            if isinstance(op, Import) and op.sequence in emptied:
+                self._kv.unreadable(op.blob)
+        for sequence in report.emptied:
+            self._kv.emptied(sequence)
+        for record in self._lanes.in_order():
+            if record.sequence in emptied:
+                record.fed = 0
+                if not record.pauses:
+                    self._counters.cached_tokens -= record.cached
+                    record.cached = 0
+
     def _replan(self, plan: Plan, report: TickReport, now: float) -> list[Effect]:
         """Nothing ran. Whom the plan admitted goes back to the queue heads, and the next plan admits fewer."""
         self._counters.replans += 1
@@ -373,6 +403,11 @@ class Scheduler(Books):
         never_seated = {seat.request for seat in plan.admit}
         retire = self._admission.retire
         retire[:] = [request for request in retire if request not in never_seated or request in plan.retire]
+        if self._pool.kept and not self._cleared:
+            # Whatever the engine lacks, it gets back what is kept before anybody has to wait.
+            self._cleared = True
+            self._kv.clear()
+            return []
         self._admit_at_most = len(plan.admit) // 2
         if self._admit_at_most == 0 and not len(self._lanes):
             # Alone in an empty engine and still refused: it will never fit.
@@ -387,10 +422,11 @@ class Scheduler(Books):
         records = sorted(self._lanes.in_order(), key=lambda record: record.id)
         for record in reversed(records):
             self._admission.lose_engine(record, tick, now)
-        self._admission.lose_held()
+        self._admission.lose_kept()
         self._in_flight = None
         self._cancelled, self._arrived = [], []
         self._admit_at_most = None
+        self._cleared = False
         self._cells_used = 0
         return [Paused(record.id, "the engine is being restarted") for record in records]
 

@@ -29,6 +29,11 @@ class Counters:
     decode_tokens: int = 0
     decode_rounds: int = 0
     decode_seconds: float = 0.0
+    prefix_hits: int = 0
+    cached_tokens: int = 0
+    evictions: int = 0
+    exports: int = 0
+    imports: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     preemptions: dict[QosClass, int] = field(default_factory=_per_class)
     starvation_grants: dict[QosClass, int] = field(default_factory=_per_class)
@@ -42,13 +47,35 @@ class Counters:
         self.decode_seconds += report.timing.decode_seconds
 
 
+class KvStatistics(msgspec.Struct, frozen=True):
+    """The prefix cache.
+
+    Attributes:
+        hits: requests that were seeded when they were first seated; ``cached_tokens``: prompt tokens they did not have
+            to feed.
+        evictions: entries that had to leave the pool.
+        exports, imports: KV saved in host memory, and brought back.
+        entries: prefixes held now, ``host_entries`` of them in host memory, where they take ``host_bytes``.
+    """
+
+    hits: int = 0
+    cached_tokens: int = 0
+    evictions: int = 0
+    exports: int = 0
+    imports: int = 0
+    entries: int = 0
+    host_entries: int = 0
+    host_bytes: int = 0
+
+
 class Statistics(msgspec.Struct, frozen=True):
     """Counters since the start, and the present state.
 
     Attributes:
         preemptions, starvation_grants: by class of the request that lost a lane, or got one for having waited.
         prefill_budget: prompt tokens the latest tick was allowed; ``decode_grant``: tokens it was allowed to decode.
-        cells_held: KV cells kept of preempted requests.
+        cells_kept: KV cells of preempted requests and of the prefix cache.
+        kv: what the cache has done and holds.
     """
 
     ticks: int
@@ -71,9 +98,10 @@ class Statistics(msgspec.Struct, frozen=True):
     paused: tuple[QosClass, ...]
     cells: int
     cells_promised: int
-    cells_held: int
+    cells_kept: int
     cells_used: int
     prefill_budget: int
     decode_grant: int
     rates: budget.Rates
     threads: int
+    kv: KvStatistics

@@ -17,6 +17,7 @@ Kind = Literal[
     "capped",
     "held-back",
     "class-paused",
+    "awaits-prefix",
     "admitted",
     "resumed",
     "starved-up",
@@ -35,7 +36,7 @@ MOST = 64
 BEGINNING = 8
 """Of which so many are its first ones; what is dropped, is dropped from the middle."""
 
-_REPEATS: tuple[Kind, ...] = ("overtaken", "capped", "held-back", "class-paused", "abandoned")
+_REPEATS: tuple[Kind, ...] = ("overtaken", "capped", "held-back", "class-paused", "awaits-prefix", "abandoned")
 """Kinds that one after the other are counted in one entry."""
 
 
@@ -50,7 +51,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         other: id of the request it was decided for, the latest if there were several; ``other_qos``: its class.
         lane: the lane given or lost.
         count: how many times in a row; for ``queued``, how many waited in the same class before it.
-        tokens: tokens concerned: held in KV, or given up.
+        tokens: tokens concerned: in KV already, or given up.
         why: in words, where the kind does not say it.
     """
 
@@ -123,8 +124,11 @@ def _sentence(entry: Entry, until: float) -> str:
             return f"held back{times} while batch-invariant {other} waits"
         case "class-paused":
             return f"passed over{times}: an operator has paused the class {entry.qos}"
+        case "awaits-prefix":
+            return f"waits{times} until {other} has been fed what both their prompts begin with"
         case "admitted":
-            return f"got lane {entry.lane}" + (f"; {entry.why}" if entry.why else "")
+            cached = f"; {entry.tokens} tokens of its prompt were cached" if entry.tokens else ""
+            return f"got lane {entry.lane}" + (f"; {entry.why}" if entry.why else "") + cached
         case "resumed":
             kept = f"{entry.tokens} tokens of KV were still there" if entry.tokens else "its KV is prefilled again"
             return f"resumed in lane {entry.lane}; {kept}"

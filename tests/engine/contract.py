@@ -20,7 +20,19 @@ from superfluidd.engine.client import Engine
 from superfluidd.engine.executor import Executor, StepStarting
 from superfluidd.engine.port import EngineInfo, Feed, Runtime, StepFailed
 from superfluidd.engine.wire import StepDone, TokenOut
-from superfluidd.scheduling.plan import Admit, Decode, Plan, Prefill, TickReport
+from superfluidd.scheduling.plan import (
+    Admit,
+    Copy,
+    Cut,
+    Decode,
+    Discard,
+    Export,
+    Free,
+    Import,
+    Plan,
+    Prefill,
+    TickReport,
+)
 from superfluidd.types import RequestId, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -191,6 +203,11 @@ class Faulty:
         self._runtime.step(feeds, abandonable=abandonable)
 
 
+def free(*sequences: int) -> tuple[Free, ...]:
+    """Empty these."""
+    return tuple(map(Free, sequences))
+
+
 def seat(
     request: RequestId, sequence: int, tokens: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any
 ) -> Admit:
@@ -229,7 +246,7 @@ class Contract:
             decode=(Decode(999, count - 1),),
         )
         assert not tick.report.faults
-        gone = await driver.run(retire=(999,), free=(0,))
+        gone = await driver.run(retire=(999,), kv=free(0))
         assert gone.report.cells_used == 0
         return tick.tokens(999)
 
@@ -321,7 +338,7 @@ class Contract:
         whole = await driver.run(
             admit=(seat(1, 0, prompt, params),), prefill=(Prefill(1, len(prompt)),), decode=(Decode(1, 5),)
         )
-        await driver.run(retire=(1,), free=(0,))
+        await driver.run(retire=(1,), kv=free(0))
         first = await driver.run(
             admit=(seat(2, 0, prompt, params),), prefill=(Prefill(2, len(prompt)),), decode=(Decode(2, 2),)
         )
@@ -426,13 +443,13 @@ class Contract:
             tick = await driver.run(prefill=(Prefill(2, len(victim) - (phase == "prefilling")),))
         if phase == "decoding":
             tick = await driver.run(decode=(Decode(2, 2),))
-        after = await driver.run(retire=(2,), free=(1,), decode=(Decode(1, 2),))
+        after = await driver.run(retire=(2,), kv=free(1), decode=(Decode(1, 2),))
         said += after.tokens(1)
         assert after.report.cells_used == len(prompt) + 3, "only the other lane's tokens are left"
         # The freed sequence and the request's number are usable at once, even in the plan that frees them.
         again = await driver.run(
             retire=(1,),
-            free=(0,),
+            kv=free(0),
             admit=(seat(2, 1, prompt),),
             prefill=(Prefill(2, len(prompt)),),
             decode=(Decode(2, 5),),
@@ -460,9 +477,9 @@ class Contract:
         await run(**join(3), prefill=(Prefill(3, 2),))
         await run(**join(2), prefill=(Prefill(2, len(prompt)), Prefill(3, len(prompts[3]) - 2)), step_tokens=7)
         await run(**join(1), prefill=(Prefill(1, len(prompts[1])),), decode=(Decode(2, 2), Decode(3, 3)), step_tokens=2)
-        await run(retire=(3,), free=(2,), decode=(Decode(1, 1), Decode(2, 2)))
+        await run(retire=(3,), kv=free(2), decode=(Decode(1, 1), Decode(2, 2)))
         await run(**join(4), prefill=(Prefill(4, len(prompts[4])),), decode=(Decode(1, 4), Decode(4, 2)))
-        await run(retire=(1,), free=(0,), decode=(Decode(4, 1), Decode(2, 3)))
+        await run(retire=(1,), kv=free(0), decode=(Decode(4, 1), Decode(2, 3)))
         assert said[2] == expected
         if self.exact:
             for number, whole in zip((1, 3, 4), beside, strict=True):
@@ -482,7 +499,7 @@ class Contract:
             said = tick.tokens(1)
             for rounds in cuts:
                 said += (await driver.run(decode=(Decode(1, rounds),))).tokens(1)
-            await driver.run(retire=(1,), free=(0,))
+            await driver.run(retire=(1,), kv=free(0))
             assert said == expected, cuts
 
     async def test_another_seed_draws_something_else(self, driver: Driver, others: list[list[int]]) -> None:
@@ -530,6 +547,47 @@ class Contract:
                 assert (out.top[0].token, out.top[0].logprob) == (out.token, out.logprob), "greedy takes the likeliest"
         assert len(tick.out) == 12
 
+    @pytest.mark.parametrize("way", ["copied", "copied from a running lane", "cut", "saved and brought back", "left"])
+    async def test_a_lane_seeded_from_another_says_what_it_says_alone(
+        self, driver: Driver, prompt: list[int], others: list[list[int]], way: str
+    ) -> None:
+        if driver.info.cut != "anywhere":
+            pytest.skip("this engine's sequences cannot be cut anywhere")
+        other = [*prompt[:-2], *others[0]]
+        expected = await self.alone(driver, prompt, 6)
+        beside = await self.alone(driver, other, 4)
+        shared = len(prompt) - 2
+        tick = await driver.run(admit=(seat(1, 0, other),), prefill=(Prefill(1, len(other)),), decode=(Decode(1, 1),))
+        said = tick.tokens(1)
+        if way == "copied from a running lane":
+            tick = await driver.run(
+                kv=(Copy(0, 2, shared),),
+                admit=(seat(2, 2, prompt, cached=shared),),
+                prefill=(Prefill(2, 2),),
+                decode=(Decode(2, 5), Decode(1, 2)),
+            )
+            assert [*said, *tick.tokens(1)] == beside
+        else:
+            sequence, moves = {
+                "copied": (2, (Copy(0, 2, shared), Free(0))),
+                "cut": (0, (Cut(0, shared),)),
+                "saved and brought back": (2, (Export(0, 7), Free(0), Import(7, 2, shared), Discard(7))),
+                "left": (0, (Cut(0, len(other)), Export(0, 7), Cut(0, shared))),
+            }[way]
+            tick = await driver.run(
+                retire=(1,),
+                kv=moves,
+                admit=(seat(2, sequence, prompt, cached=shared),),
+                prefill=(Prefill(2, 2),),
+                decode=(Decode(2, 5),),
+            )
+        assert tick.report.emptied == ()
+        assert tick.tokens(2) == expected
+        assert all(size > 0 for _, size in tick.report.exported)
+        if way != "copied from a running lane":
+            assert tick.report.cells_used == len(prompt) + 5
+        await driver.run(retire=(1, 2), kv=free(0, 2))
+
 
 class SharedContract:
     """For the shared layout: the fixture ``driver`` has 4 sequences and 128 cells in one pool."""
@@ -554,7 +612,7 @@ class SharedContract:
         assert len(tick.tokens(1)) == 3
         # What a plan frees counts for what it admits.
         swapped = await driver.run(
-            retire=(1,), free=(0,), admit=(seat(2, 1, long, params),), prefill=(Prefill(2, 100),)
+            retire=(1,), kv=free(0), admit=(seat(2, 1, long, params),), prefill=(Prefill(2, 100),)
         )
         assert swapped.report.outcome == "done"
         assert len(swapped.tokens(2)) == 1
@@ -609,7 +667,7 @@ class FaultContract:
         faulty.sequence = None
         after = await broken.run(
             retire=(1, 2, 3),
-            free=(0, 1, 2),
+            kv=free(0, 1, 2),
             admit=(seat(4, 1, prompt),),
             prefill=(Prefill(4, len(prompt)),),
             decode=(Decode(4, 5),),

@@ -16,7 +16,7 @@ from superfluidd.engine.wire import LoadSpec
 from superfluidd.scheduling.plan import Decode, Prefill
 from superfluidd.types import SamplingParams
 from tests.engine import contract
-from tests.engine.contract import GREEDY, SURE, SURE_REPLY, Driver, Local, seat
+from tests.engine.contract import GREEDY, SURE, SURE_REPLY, Driver, Local, free, seat
 
 pytestmark = pytest.mark.engine_llamacpp
 
@@ -97,11 +97,11 @@ class TestWorker:
         assert driver.decode(tick.tokens(1)) == SURE_REPLY
         assert tick.report.timing.threads >= 1
         # A lane leaves, its neighbour goes on, and what was stopped continues.
-        stopped = await driver.run(retire=(1,), free=(0,), decode=(Decode(2, 60),), stop_after=2)
+        stopped = await driver.run(retire=(1,), kv=free(0), decode=(Decode(2, 60),), stop_after=2)
         assert stopped.report.outcome in ("stopped", "done")
         await driver.run(
             retire=(2,),
-            free=(1,),
+            kv=free(1),
             admit=(seat(3, 1, prompt),),
             prefill=(Prefill(3, len(prompt)),),
             decode=(Decode(3, 4),),

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from superfluidd.engine.executor import BadPlan, Executor
-from superfluidd.engine.port import Choice, Draw, Feed, Runtime
+from superfluidd.engine.port import Choice, Draw, Feed, Runtime, StepFailed
 from superfluidd.engine.runtimes.simulated import SimulatedRuntime
 from superfluidd.engine.threads import FixedThreads
 from superfluidd.engine.wire import LoadSpec
-from superfluidd.scheduling.plan import Admit, Decode, Plan, Prefill
+from superfluidd.scheduling.plan import Admit, Copy, Cut, Decode, Discard, Export, Import, Plan, Prefill
 from superfluidd.types import SamplingParams
-from tests.engine.contract import Local, seat
+from tests.engine.contract import Local, free, seat
 
 SPEC = LoadSpec("simulated", "", lanes=3, window=64, layout="per-sequence", cells=192)
 PROMPT = (300, 301, 302, 303)
@@ -40,15 +40,16 @@ async def driver() -> Local:
         ({"retire": (1,), "decode": (Decode(1, 1),)}, r"requests \[1\] that have no lane"),
         ({"admit": (seat(3, 0, PROMPT),)}, "uses a sequence twice"),
         ({"admit": (seat(3, 2, PROMPT), seat(4, 2, PROMPT))}, "uses a sequence twice"),
-        ({"free": (0,)}, "uses a sequence twice"),
+        ({"kv": free(0)}, "uses a sequence twice"),
+        ({"kv": (Cut(1, 1),)}, "uses a sequence twice"),
+        ({"kv": (Copy(0, 1, 1),)}, "uses a sequence twice"),
+        ({"kv": (Import(0, 1, 1),)}, "uses a sequence twice"),
+        ({"kv": (Copy(7, 2, 1),)}, r"sequences \[7\] that do not exist"),
+        ({"kv": (Export(7, 1),)}, r"sequences \[7\] that do not exist"),
+        ({"kv": (Copy(0, 2, 0),)}, "less than one token"),
         ({"admit": (seat(3, 3, PROMPT),)}, r"sequences \[3\] that do not exist"),
-        ({"free": (-1,)}, r"sequences \[-1\] that do not exist"),
-        ({"admit": (seat(3, 2, PROMPT, cached=2),)}, "holds 0 tokens, not 2"),
-        ({"retire": (1,), "decode": (), "admit": (seat(3, 0, PROMPT),)}, "holds 5 tokens, not 0"),
-        (
-            {"retire": (1,), "decode": (), "free": (0,), "admit": (seat(3, 0, PROMPT * 2, cached=5),)},
-            "holds 0 tokens, not 5",
-        ),
+        ({"kv": free(-1)}, r"sequences \[-1\] that do not exist"),
+        ({"admit": (seat(3, 2, PROMPT, cached=-1),)}, "no token left to feed"),
         ({"retire": (1,), "decode": (), "admit": (seat(3, 0, PROMPT, cached=5),)}, "no token left to feed"),
         ({"admit": (seat(3, 2, ()),)}, "no token left to feed"),
         ({"prefill": (Prefill(2, 3),)}, "feeds 3 tokens of request 2, which has fewer"),
@@ -77,7 +78,7 @@ async def test_a_plan_that_cannot_be_changes_nothing(driver: Local, fields: dict
 
 
 async def test_to_retire_or_free_what_is_gone_is_no_fault(driver: Local) -> None:
-    tick = await driver.run(retire=(1, 99), free=(0, 2))
+    tick = await driver.run(retire=(1, 99), kv=free(0, 2))
     assert tick.report.cells_used == 2
 
 
@@ -248,3 +249,65 @@ async def test_a_lane_at_its_windows_end_fails_alone() -> None:
     assert len(tick.tokens(1)) == 5
     assert len(tick.tokens(2)) == 21
     assert [fault.request for fault in tick.report.faults] == [1]
+
+
+# -- KV that moves ------------------------------------------------------------------------------------------------
+
+
+async def test_a_seat_whose_sequence_holds_something_else_begins_from_nothing_and_it_is_said(driver: Local) -> None:
+    fresh = await Local(SimulatedRuntime(SPEC)).run(
+        admit=(seat(9, 0, PROMPT),), prefill=(Prefill(9, 4),), decode=(Decode(9, 2),)
+    )
+    tick = await driver.run(
+        retire=(1,),
+        admit=(seat(3, 2, PROMPT, cached=2), seat(4, 0, PROMPT)),
+        prefill=(Prefill(3, 2), Prefill(4, 4)),
+        decode=(Decode(3, 9), Decode(4, 2)),
+    )
+    assert tick.report.emptied == (2, 0)
+    assert tick.tokens(3) == [], "two of its four tokens are still to be fed"
+    assert tick.tokens(4) == fresh.tokens(9)
+    rest = await driver.run(prefill=(Prefill(3, 2),), decode=(Decode(3, 2),))
+    assert rest.tokens(3) == fresh.tokens(9)
+
+
+@pytest.mark.parametrize("fault", ["copy", "export", "restore", "cut", "missing", "too short", "MemoryError"])
+async def test_kv_that_cannot_be_moved_is_computed_again(driver: Local, fault: str) -> None:
+    """After each of these the lane says what it says in an engine where nothing is kept."""
+    runtime: Any = driver.runtime
+
+    def fails(*args: Any) -> bytes:
+        raise MemoryError if fault == "MemoryError" else StepFailed("it is broken")
+
+    first = await Local(SimulatedRuntime(SPEC)).run(
+        admit=(seat(9, 0, [*PROMPT, 300]),), prefill=(Prefill(9, 5),), decode=(Decode(9, 3),)
+    )
+    long = [*PROMPT, 300]
+    await driver.run(retire=(1, 2), kv=(*free(0, 1), Discard(9)))
+    await driver.run(admit=(seat(5, 0, PROMPT),), prefill=(Prefill(5, 4),), decode=())
+    moves: tuple[Any, ...] = (Export(0, 1), *free(0), Import(1, 2, 4))
+    if fault == "copy":
+        runtime.copy = fails
+        moves = (Copy(0, 2, 4),)
+    elif fault == "cut":
+        runtime.cut = lambda *args: False
+        moves = (Copy(0, 2, 4), Cut(2, 3))
+    elif fault == "missing":
+        moves = (Export(0, 1), Discard(1), *free(0), Import(1, 2, 4))
+    elif fault == "too short":
+        moves = (Export(0, 1), *free(0), Import(1, 2, 5))
+    elif fault == "restore":
+        runtime.restore = fails
+    else:
+        runtime.export = fails
+    cached = 3 if fault == "cut" else 4
+    tick = await driver.run(
+        retire=(5,), kv=moves, admit=(seat(6, 2, long, cached=cached),), prefill=(Prefill(6, 5 - cached),)
+    )
+    assert tick.report.emptied == (2,)
+    assert tick.tokens(6) == []
+    assert tick.report.exported == {
+        "copy": (), "cut": (), "missing": ((1, 32),), "too short": ((1, 32),), "restore": ((1, 32),),
+    }.get(fault, ((1, 0),))  # fmt: skip
+    rest = await driver.run(prefill=(Prefill(6, cached),), decode=(Decode(6, 3),))
+    assert rest.tokens(6) == first.tokens(9)

@@ -14,7 +14,21 @@ from hypothesis import strategies as st
 from superfluidd.engine import wire
 from superfluidd.engine.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameEncoder
 from superfluidd.engine.port import EngineInfo
-from superfluidd.scheduling.plan import Admit, Decode, LaneFault, Plan, Prefill, TickReport, Timing
+from superfluidd.scheduling.plan import (
+    Admit,
+    Copy,
+    Cut,
+    Decode,
+    Discard,
+    Export,
+    Free,
+    Import,
+    LaneFault,
+    Plan,
+    Prefill,
+    TickReport,
+    Timing,
+)
 from superfluidd.types import SamplingParams, TokenLogprob
 
 SAMPLING = SamplingParams(
@@ -24,7 +38,7 @@ SAMPLING = SamplingParams(
 PLAN = Plan(
     tick=7,
     retire=(1, 2),
-    free=(0, 1),
+    kv=(Free(0), Cut(1, 5), Copy(1, 0, 5), Export(1, 9), Import(9, 2, 3), Discard(9)),
     admit=(Admit(3, 0, (1, 2, 3), 2, SAMPLING, cached=0), Admit(4, 1, (9,), 1, SamplingParams())),
     prefill=(Prefill(3, 3), Prefill(4, 1)),
     decode=(Decode(3, 8), Decode(4, 4)),
@@ -39,6 +53,8 @@ REPORT = TickReport(
     cells_used=12,
     timing=Timing(8, 9, 0.5, 4, 0.25, 2),
     reason="",
+    emptied=(2,),
+    exported=((9, 40),),
 )
 INFO = EngineInfo(
     runtime="simulated", version="1", architecture="none", description="for a test", layout="shared", cells=10,

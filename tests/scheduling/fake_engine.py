@@ -9,12 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from superfluidd.scheduling.books import Limits
-from superfluidd.scheduling.plan import Plan, TickReport, Timing
+from superfluidd.scheduling.plan import (
+    Copy,
+    Cut,
+    Discard,
+    Export,
+    Free,
+    Import,
+    KvOp,
+    Plan,
+    TickReport,
+    Timing,
+)
 from superfluidd.scheduling.scheduler import Scheduler
 from superfluidd.types import QosClass, SamplingParams
 
 END = 9
 """The token that ends a generation."""
+
+CELL_BYTES = 8
+"""What a saved token takes."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -49,6 +63,12 @@ class FakeEngine:
         self.prefilled: dict[int, int] = {}
         self.decoded: dict[int, int] = {}
         self.abandoned: dict[int, int] = {}
+        self.blobs: dict[int, list[int]] = {}
+        self.emptied: list[int] = []
+        self.exported: list[tuple[int, int]] = []
+        self.faulty = False
+        """Every third copy, import or export fails."""
+        self.moves = 0
         self.give_up = False
         """Abandon the next prefill step."""
 
@@ -57,26 +77,79 @@ class FakeEngine:
         return sum(map(len, self.sequences.values()))
 
     def seat(self, plan: Plan) -> str:
-        """Retire, free, admit; a reason to replan if the pool cannot hold it, and then nothing has changed."""
-        freed = sum(len(self.sequences[number]) for number in plan.free)
-        needed = sum(len(seat.tokens) - seat.cached for seat in plan.admit)
-        if self.limits.shared and self.cells_used - freed + needed > self.limits.cells:
+        """Retire, move KV, admit; a reason to replan if the pool cannot hold it, and then nothing has changed."""
+        after = self._lengths_after(plan)
+        needed = sum(len(seat.tokens) - after[seat.sequence] for seat in plan.admit)
+        if self.limits.shared and sum(after.values()) + needed > self.limits.cells:
             return "the pool cannot hold it"
         for request in plan.retire:
             self.lanes.pop(request, None)
             self.decoding.discard(request)
-        for number in plan.free:
-            assert all(sequence != number for sequence, _ in self.lanes.values()), "freed under a running lane"
-            self.sequences[number].clear()
+        self.emptied, self.exported = [], []
+        for op in plan.kv:
+            self._move(op)
         for seat in plan.admit:
             assert seat.request not in self.lanes, "admitted twice"
             held = self.sequences[seat.sequence]
-            assert len(held) == seat.cached, "the sequence holds something else"
-            assert held == list(seat.tokens[: seat.cached]), "seeded with somebody else's tokens"
+            if seat.sequence not in self.emptied:
+                assert len(held) == seat.cached, "the sequence holds something else"
+            assert held == list(seat.tokens[: len(held)]), "seeded with somebody else's tokens"
             assert seat.cached < len(seat.tokens), "nothing is left to feed"
             assert all(sequence != seat.sequence for sequence, _ in self.lanes.values())
             self.lanes[seat.request] = (seat.sequence, list(seat.tokens))
         return ""
+
+    def _lengths_after(self, plan: Plan) -> dict[int, int]:
+        lengths = {number: len(tokens) for number, tokens in self.sequences.items()}
+        for op in plan.kv:
+            match op:
+                case Free(sequence):
+                    lengths[sequence] = 0
+                case Cut(sequence, length) | Copy(_, sequence, length) | Import(_, sequence, length):
+                    lengths[sequence] = length
+                case Export() | Discard():
+                    pass
+        return lengths
+
+    def _move(self, op: KvOp) -> None:
+        running = {sequence for sequence, _ in self.lanes.values()}
+        if not isinstance(op, Discard | Export):
+            assert op.sequence not in running, "changed under a running lane"
+        fails = self.fails(op)
+        match op:
+            case Free(sequence):
+                self.sequences[sequence].clear()
+            case Cut(sequence, length):
+                assert length <= len(self.sequences[sequence]) or self.faulty, "cut to more than there is"
+                del self.sequences[sequence][length:]
+            case Copy(source, sequence, length):
+                self._fill(sequence, self.sequences[source], length, fails=fails)
+            case Import(blob, sequence, length):
+                self._fill(sequence, self.blobs.get(blob, []), length, fails=fails)
+            case Export(sequence, blob):
+                if not fails:
+                    self.blobs[blob] = list(self.sequences[sequence])
+                    assert self.blobs[blob] or self.faulty, "saved nothing"
+                self.exported.append((blob, 0 if fails else max(1, CELL_BYTES * len(self.blobs[blob]))))
+            case Discard(blob):
+                assert blob in self.blobs or self.faulty, "forgotten twice"
+                self.blobs.pop(blob, None)
+        assert not self.limits.shared or self.cells_used <= self.limits.cells
+
+    def _fill(self, sequence: int, tokens: list[int], length: int, *, fails: bool) -> None:
+        assert not self.sequences[sequence], "filled though it is not empty"
+        if fails or len(tokens) < length:
+            assert fails or self.faulty, "more is wanted than there is"
+            self.emptied.append(sequence)
+        else:
+            self.sequences[sequence] += tokens[:length]
+
+    def fails(self, op: KvOp) -> bool:
+        """Whether this cannot be done; random lives let some fail."""
+        if not self.faulty or isinstance(op, Free | Cut | Discard):
+            return False
+        self.moves += 1
+        return self.moves % 3 == 0
 
     def run(self, plan: Plan) -> Iterator[tuple[int, int, int, bool] | None]:
         """Yields (request, position, token, end) for every token, and None after every step."""
@@ -139,6 +212,8 @@ class FakeEngine:
             self.cells_used,
             Timing(1, 1, 0.01, 10, 0.02),
             abandoned=tuple(self.abandoned.items()),
+            emptied=tuple(self.emptied),
+            exported=tuple(self.exported),
         )
 
 

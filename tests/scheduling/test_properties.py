@@ -13,17 +13,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from superfluidd.scheduling.books import Limits
-from superfluidd.scheduling.plan import Finished, Paused, Plan, Urgency
+from superfluidd.scheduling.kv import Cache, pack
+from superfluidd.scheduling.plan import Copy, Cut, Export, Finished, Import, Paused, Plan, Urgency
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.request import Phase
 from superfluidd.scheduling.scheduler import Observed, Scheduler
 from superfluidd.types import FinishReason, QosClass
-from tests.scheduling.fake_engine import FakeEngine, alone, submit
+from tests.scheduling.fake_engine import CELL_BYTES, FakeEngine, alone, submit
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans.jsonl"
 
+CACHE = Cache(enabled=True, host_bytes=60 * CELL_BYTES, cell_bytes=CELL_BYTES, least=3, wait_seconds=0.01)
+WHOLE_ONLY = Cache(
+    enabled=True, cut="head", host_bytes=1000 * CELL_BYTES, cell_bytes=CELL_BYTES, least=3, high=0.5, low=0.25
+)
+
 LIMITS = st.sampled_from(
     [
+        Limits(lanes=3, shared=False, cells=200, sequences=5, window=40, max_step=16, abandons=True, cache=CACHE),
+        Limits(lanes=2, shared=False, cells=80, sequences=2, window=40, max_step=16, cache=CACHE),
+        Limits(lanes=3, shared=True, cells=90, sequences=6, window=64, max_step=8, abandons=True, cache=CACHE),
+        Limits(lanes=3, shared=False, cells=160, sequences=4, window=40, max_step=16, cache=WHOLE_ONLY),
         Limits(lanes=1, shared=False, cells=40, sequences=1, window=40, max_step=8),
         Limits(lanes=3, shared=False, cells=200, sequences=5, window=40, max_step=16, abandons=True),
         Limits(lanes=2, shared=False, cells=120, sequences=3, window=40, max_step=100, abandons=True),
@@ -172,6 +182,31 @@ class Lives(RuleBasedStateMachine):
         self.scheduler.take_effects()
         self._take(self.scheduler.apply(report, self.now))
 
+    @rule(
+        family=st.integers(0, 2),
+        keep=st.integers(10, 36),
+        tail=st.lists(st.integers(10, 99), max_size=6),
+        qos=st.sampled_from(QosClass),
+        most=st.integers(1, 8),
+    )
+    def arrive_with_a_known_beginning(self, family: int, keep: int, tail: list[int], qos: QosClass, most: int) -> None:
+        prompt = [60 + family + number // 7 for number in range(keep)] + tail
+        self.arrive(qos, prompt[: self.scheduler.window], most)
+
+    @rule(data=st.data(), qos=st.sampled_from(QosClass), tail=st.lists(st.integers(10, 99), min_size=1, max_size=4))
+    def somebody_returns(self, data: st.DataObject, qos: QosClass, tail: list[int]) -> None:
+        """A next turn: all that was said before, and something new."""
+        ended = [r for r in self.ended if self.delivered[r]]
+        if ended:
+            request = data.draw(st.sampled_from(ended))
+            prompt = self.asked[request][0] + self.delivered[request] + tail
+            if len(prompt) <= self.scheduler.window:
+                self.arrive(qos, prompt, 3)
+
+    @rule(faulty=st.booleans())
+    def moves_fail(self, faulty: bool) -> None:
+        self.engine.faulty = self.engine.faulty or faulty
+
     # -- how it happens -------------------------------------------------------------------------------------------
 
     def _tick(
@@ -200,6 +235,13 @@ class Lives(RuleBasedStateMachine):
         self._check(plan)
         if self.engine.seat(plan):
             raise AssertionError("the books promised what the engine does not have")
+        for op in plan.kv:
+            if isinstance(op, Copy | Cut | Export | Import):
+                note(type(op).__name__)
+        if self.engine.emptied:
+            note("a move failed")
+        if any(record.awaits_tick is not None for record in self.scheduler.queued()):
+            note("awaits a prefix")
         if any(seat.prompt < len(seat.tokens) for seat in plan.admit):
             note("resumed with its KV" if any(seat.cached for seat in plan.admit) else "resumed without its KV")
         steps = 0
@@ -224,7 +266,8 @@ class Lives(RuleBasedStateMachine):
                 self.ended[request] = FinishReason.STOP if end else FinishReason.LENGTH
         if die_after is not None:
             note("died")
-            self.engine = FakeEngine(self.limits)
+            faulty, self.engine = self.engine.faulty, FakeEngine(self.limits)
+            self.engine.faulty = faulty
             self._take(self.scheduler.engine_lost(self.now))
         else:
             if self.engine.abandoned:
@@ -309,7 +352,17 @@ class Lives(RuleBasedStateMachine):
             assert set(self.ended) == set(self.asked)
             self.tokens_are_what_the_request_gets_alone()
             self.scheduler.check_integrity()
-            assert self.engine.cells_used == 0
+            assert self.engine.cells_used == self.scheduler.statistics().cells_kept
+            assert self.limits.cache.enabled or self.engine.cells_used == 0
+            held = {number: tokens for number, tokens in self.engine.sequences.items() if tokens}
+            entries = self.scheduler.kept()
+            assert {e.sequence: e.tokens for e in entries if e.sequence is not None} == {
+                number: pack(tokens) for number, tokens in held.items()
+            }
+            assert {e.blob: e.tokens for e in entries if e.blob is not None} == {
+                blob: pack(tokens) for blob, tokens in self.engine.blobs.items()
+            }
+            assert sum(e.bytes for e in entries) <= self.limits.cache.host_bytes
 
 
 TestLives = Lives.TestCase

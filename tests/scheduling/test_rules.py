@@ -3,92 +3,22 @@ budgets. Each test quotes nothing and checks one rule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 
 from superfluidd.errors import InvalidValue
 from superfluidd.scheduling import budget
 from superfluidd.scheduling.books import Limits
-from superfluidd.scheduling.plan import Decode, Finished, Paused, Plan, Prefill, TickReport, Timing, Urgency
+from superfluidd.scheduling.plan import Decode, Finished, Plan, Prefill, TickReport, Timing, Urgency
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.qos import format_caps, may_preempt, parse_caps
 from superfluidd.scheduling.queues import effective_class
 from superfluidd.scheduling.request import Request
 from superfluidd.scheduling.scheduler import Scheduler
 from superfluidd.types import FinishReason, QosClass, SamplingParams
-from tests.scheduling.fake_engine import FakeEngine, submit
+from tests.scheduling.world import TWO, World, kinds
 
 CHAT, COMPLETION, AGENT, BACKGROUND = QosClass
-TWO = Limits(lanes=2, shared=False, cells=4 * 4096, sequences=4, window=4096, max_step=512, abandons=True)
-
-
-class World:
-    """A scheduler and an engine that does what it is told."""
-
-    def __init__(self, limits: Limits = TWO, policy: Policy | None = None) -> None:
-        self.scheduler = Scheduler(limits, policy)
-        self.engine = FakeEngine(limits, ends=False)
-        self.now = 0.0
-        self.paused: list[int] = []
-
-    def ask(
-        self,
-        qos: QosClass,
-        tokens: int = 4,
-        most: int = 400,
-        *,
-        alone: bool = False,
-        media: bool = False,
-        prompt: Sequence[int] | None = None,
-    ) -> int:
-        known = prompt or [self.scheduler.statistics().submitted + 10] * tokens
-        return submit(self.scheduler, known, most, qos, self.now, alone=alone, media=media)
-
-    def plan(self) -> Plan:
-        self.now += 1.0
-        plan = self.scheduler.plan(self.now)
-        assert plan is not None
-        self.paused = [effect.request for effect in self.scheduler.take_effects() if isinstance(effect, Paused)]
-        return plan
-
-    def run(self, plan: Plan, steps: int | None = None, timing: Timing | None = None) -> TickReport:
-        assert not self.engine.seat(plan)
-        outcome, done = "done", 0
-        for item in self.engine.run(plan):
-            if item is None:
-                done += 1
-                if done == steps:
-                    outcome = "stopped"
-                    break
-            else:
-                request, position, token, end = item
-                self.scheduler.observe(request, position, token, end=end, now=self.now)
-        report = self.engine.report(plan, "stopped" if self.engine.abandoned else outcome)
-        report = msgspec.structs.replace(report, timing=timing or Timing(1, 1, 0.01, 64, 0.1))
-        self.scheduler.apply(report, self.now)
-        return report
-
-    def tick(self, steps: int | None = None, timing: Timing | None = None) -> Plan:
-        plan = self.plan()
-        self.run(plan, steps, timing)
-        return plan
-
-    def record(self, request: int) -> Request:
-        record = self.scheduler.request(request)
-        assert record is not None
-        return record
-
-    @property
-    def seated(self) -> list[int]:
-        return [record.id for record in self.scheduler.seated()]
-
-
-def kinds(world: World, request: int) -> list[str]:
-    trail = world.scheduler.trail(request)
-    assert trail is not None
-    return [entry.kind for entry in trail]
 
 
 # -- lanes and admission ------------------------------------------------------------------------------------------
@@ -239,12 +169,12 @@ def test_a_full_house_gives_up_its_lowest_class_lane_in_the_very_next_plan(qos: 
     plan = world.plan()
     assert world.paused == [background]
     assert plan.retire == (background,)
-    assert plan.free == (), "its KV is kept: there is a sequence to spare"
+    assert plan.freed == (), "its KV is kept: there is a sequence to spare"
     assert [(seat.request, seat.cached) for seat in plan.admit] == [(chat, 0)]
     assert world.seated == [agent, chat]
     world.run(plan)
     stats = world.scheduler.statistics()
-    assert (stats.preemptions[BACKGROUND], stats.cells_held) == (1, len(before) - 1)
+    assert (stats.preemptions[BACKGROUND], stats.cells_kept) == (1, len(before) - 1)
     while world.scheduler.request(chat):
         world.tick()
     resumed = world.tick()
@@ -261,7 +191,7 @@ def test_a_preempted_lane_goes_on_with_its_kv_before_newcomers_of_its_class() ->
     newcomer = world.ask(BACKGROUND)
     chat = world.ask(CHAT, most=2)
     world.tick()
-    held = world.record(background).fed
+    held = world.kept(background)
     assert held == len(world.record(background).tokens) - 1 > 0
     world.scheduler.finish(chat, FinishReason.STOP)
     plan = world.tick()
@@ -408,14 +338,13 @@ def test_the_kv_of_preempted_lanes_goes_when_the_room_is_needed_worst_first() ->
     world.tick()
     world.ask(CHAT, most=40)
     world.tick()
-    assert world.record(background).sequence is not None
+    assert world.kept(background)
     world.ask(CHAT, most=40)
     plan = world.tick()
     assert world.paused == [agent]
-    assert len(plan.free) == 1
-    assert world.record(background).sequence is None
-    assert world.record(background).fed == 0
-    assert world.record(agent).sequence is not None
+    assert len(plan.freed) == 1
+    assert not world.kept(background)
+    assert world.kept(agent)
 
 
 def test_a_caller_may_hand_ids_out_and_the_scheduler_counts_on_from_them() -> None:
@@ -433,12 +362,12 @@ def test_a_lost_engine_takes_the_kv_of_preempted_lanes_with_it() -> None:
     world.ask(CHAT)
     world.plan()
     victim = world.paused[0]
-    assert world.record(victim).sequence is not None, "held while there is room"
+    assert world.kept(victim), "kept while there is room"
     world.scheduler.engine_lost(world.now)
-    assert world.scheduler.statistics().cells_held == 0
-    assert world.record(victim).sequence is None
+    assert world.scheduler.statistics().cells_kept == 0
+    assert not world.kept(victim)
     again = world.plan()
-    assert (again.retire, again.free) == ((), ()), "an engine that starts anew has nothing to empty"
+    assert (again.retire, again.kv) == ((), ()), "an engine that starts anew has nothing to empty"
     assert [seat.cached for seat in again.admit] == [0, 0]
     world.scheduler.check_integrity()
 
@@ -450,10 +379,10 @@ def test_a_preempted_request_that_is_cancelled_gives_its_kv_back() -> None:
     world.tick()
     world.ask(CHAT)
     world.tick()
-    sequence = world.record(background).sequence
+    [entry] = world.scheduler.kept()
     world.scheduler.finish(background, FinishReason.ABORT)
-    assert world.tick().free == (sequence,)
-    assert world.scheduler.statistics().cells_held == 0
+    assert world.tick().freed == (entry.sequence,)
+    assert world.scheduler.statistics().cells_kept == 0
 
 
 # -- mid-tick -----------------------------------------------------------------------------------------------------
@@ -976,3 +905,63 @@ def test_a_finished_effect_comes_once() -> None:
     world.tick()
     assert world.scheduler.finish(request, FinishReason.ABORT) == [Finished(request, FinishReason.ABORT)]
     assert world.scheduler.finish(request, FinishReason.ABORT) == []
+
+
+# -- counting -----------------------------------------------------------------------------------------------------
+
+
+def test_what_ticks_cost_is_added_up() -> None:
+    world = World()
+    world.ask(AGENT, tokens=6)
+    world.ask(AGENT, tokens=5)
+    assert world.scheduler.statistics().prefill_tokens == 0
+    for _ in range(2):
+        world.tick(timing=Timing(decode_rounds=3, decode_seconds=0.5, prefill_tokens=11, prefill_seconds=0.25))
+    stats = world.scheduler.statistics()
+    assert (stats.prefill_tokens, stats.prefill_seconds) == (11, 0.5)
+    assert (stats.decode_rounds, stats.decode_seconds) == (6, 1.0)
+
+
+def test_a_lost_engine_counts_one_pause_for_each_lane_and_no_preemption() -> None:
+    world = World()
+    world.ask(AGENT)
+    world.ask(AGENT)
+    world.tick()
+    world.scheduler.engine_lost(world.now)
+    stats = world.scheduler.statistics()
+    assert stats.pauses == 2
+    assert set(stats.preemptions.values()) == {0}
+
+
+def test_a_refusal_is_in_the_trail() -> None:
+    world = World()
+    request = world.ask(AGENT)
+    world.ask(AGENT)
+    plan = world.plan()
+    world.scheduler.apply(TickReport(plan.tick, "replan", reason="it is full"), world.now)
+    assert kinds(world, request)[-1] == "refused-by-engine"
+    trail = world.scheduler.trail(request)
+    assert trail is not None
+    assert [*trail][-1].why == "it is full"
+
+
+def test_a_newcomer_that_fits_to_the_last_cell_takes_no_more_lanes_than_that() -> None:
+    limits = Limits(lanes=3, shared=True, cells=100, sequences=3, window=100)
+    world = World(limits)
+    small, big = world.ask(BACKGROUND, most=17), world.ask(BACKGROUND, most=77)
+    world.tick()
+    assert [world.record(small).cells, world.record(big).cells] == [20, 80]
+    world.ask(CHAT, tokens=10, most=71)
+    world.plan()
+    assert world.paused == [big], "80 cells are needed and 80 were there"
+
+
+def test_rates_forget_the_eighth_last_measurement_and_small_ticks_are_slight() -> None:
+    rates = budget.Rates()
+    for number in range(8):
+        rates = rates.updated(Timing(1, 1, float(number + 1), 64, 1.0))
+    assert rates.rounds == (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+    assert len(rates.prefills) == 7
+    assert rates.updated(Timing(0, 0, 0.0, 63, 1.0)).slight == (63.0,)
+    assert budget.decode_rounds(budget.Rates(rounds=(1e-6,)), 0.25) == 256
+    assert Policy().starvation_ticks == 8

@@ -114,45 +114,46 @@ def test_a_shared_pool_promises_each_cell_once() -> None:
     pool = KvPool(shared=True, cells=100, sequences=3, window=80)
     assert pool.limit == 80
     assert not pool.fits(81)
-    assert pool.promise(60) == (0, [])
+    assert pool.promise(60) == 0
     assert not pool.fits(41)
-    assert pool.promise(40) == (1, [])
+    assert pool.promise(40) == 1
     with pytest.raises(ValueError, match="100 of 100"):
         pool.promise(1)
     pool.release(0)
     assert pool.promised == 40
-    assert pool.promise(10) == (0, []), "the lowest free sequence"
+    assert pool.promise(10) == 0, "the lowest free sequence"
 
 
-def test_what_is_held_goes_when_a_promise_needs_it_worst_rank_first() -> None:
+def test_what_is_kept_is_in_nobodys_way_but_has_to_go_before_it_is_promised() -> None:
     pool = KvPool(shared=True, cells=100, sequences=3, window=80)
     for cells in (30, 30, 40):
         pool.promise(cells)
-    pool.hold(0, 20, (3, 1))
-    pool.hold(1, 25, (3, 2))
-    assert (pool.promised, pool.held) == (40, 45)
+    pool.keep(0, 20)
+    pool.keep(1, 25)
+    assert (pool.promised, pool.kept) == (40, 45)
     assert pool.fits(60)
     assert not pool.fits(61)
-    assert pool.promise(30, own=0) == (0, []), "20 cells go on as 30, and 25 stay held"
-    assert pool.promise(30) == (1, [1]), "no sequence is free, so one that is held gives way"
-    assert pool.held == 0
-    pool.release(2)
-    pool.hold(0, 10, (2, 3))
-    pool.hold(1, 10, (3, 4))
-    assert pool.promise(80) == (2, []), "20 cells held and 80 promised are all there is"
-    pool.release(2)
-    assert pool.promise(70)[1] == []
-    pool.release(2)
+    assert not pool.short(35, own=0), "20 cells go on as 35, and 25 stay"
+    assert pool.short(36, own=0)
+    assert pool.promise(30, own=0) == 0
+    assert pool.short(1), "no sequence is free"
+    with pytest.raises(ValueError, match="25 kept"):
+        pool.promise(30)
     pool.drop(1)
-    assert pool.held == 10
+    assert not pool.short(30)
+    assert pool.promise(30) == 1
+    assert pool.kept == 0
 
 
 def test_a_window_per_sequence_needs_only_a_free_sequence() -> None:
     pool = KvPool(shared=False, cells=128, sequences=2, window=64)
-    assert [pool.promise(64), pool.promise(64)] == [(0, []), (1, [])]
+    assert [pool.promise(64), pool.promise(64)] == [0, 1]
     assert not pool.fits(1)
-    pool.hold(0, 9, (2, 1))
-    assert pool.promise(64) == (0, [0])
+    pool.keep(0, 9)
+    assert pool.fits(64)
+    assert pool.short(64)
+    pool.drop(0)
+    assert pool.promise(64) == 0
     assert KvPool(shared=True, cells=40, sequences=2, window=64).limit == 40
 
 
@@ -294,7 +295,7 @@ def test_the_last_token_ends_the_request(scheduler: Scheduler, end: bool, reason
     assert scheduler.statistics().finished[reason] == 1
     following = scheduler.plan(1.0)
     assert following is not None
-    assert (following.retire, following.free) == ((request,), (0,))
+    assert (following.retire, following.freed) == ((request,), (0,))
     scheduler.apply(done(following), 1.0)
     assert scheduler.plan(2.0) is None
 
@@ -309,7 +310,7 @@ def test_nothing_is_delivered_after_finish_returned(scheduler: Scheduler) -> Non
     scheduler.apply(done(plan, {request: 1}), 0.0)
     following = scheduler.plan(0.0)
     assert following is not None
-    assert following.free == (0,)
+    assert following.freed == (0,)
 
 
 def test_cancel_in_the_queue_reaches_no_plan(scheduler: Scheduler) -> None:
@@ -441,7 +442,7 @@ def test_a_lost_engine_sends_lanes_to_their_queue_heads_with_their_tokens(schedu
     assert [record.id for record in scheduler.queued()] == [a, b, newcomer]
     plan = scheduler.plan(3.0)
     assert plan is not None
-    assert (plan.retire, plan.free) == ((), ())
+    assert (plan.retire, plan.freed) == ((), ())
     assert [(seat.request, seat.tokens, seat.prompt) for seat in plan.admit] == [
         (a, (1, 2, 500, 501), 2),
         (b, (3, 4, 500), 2),
@@ -470,8 +471,8 @@ def test_the_books_notice_tampering(scheduler: Scheduler) -> None:
         scheduler.check_integrity()
     scheduler = Scheduler(PER_SEQUENCE)
     submit(scheduler, [1])
-    scheduler._pool._held[3] = (0, 0), 7
-    with pytest.raises(OutOfOrder, match="7 cells held, 0 of them by somebody"):
+    scheduler._pool._kept[3] = 7
+    with pytest.raises(OutOfOrder, match="7 cells kept, 0 of them by somebody"):
         scheduler.check_integrity()
     scheduler = Scheduler(PER_SEQUENCE)
     submit(scheduler, [1])
@@ -480,5 +481,5 @@ def test_the_books_notice_tampering(scheduler: Scheduler) -> None:
         scheduler.check_integrity()
     scheduler = Scheduler(PER_SEQUENCE)
     scheduler._cells_used = 5
-    with pytest.raises(OutOfOrder, match="holds 5 cells"):
+    with pytest.raises(OutOfOrder, match="holds 5"):
         scheduler.check_integrity()

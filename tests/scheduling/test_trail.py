@@ -21,6 +21,15 @@ SAID: tuple[tuple[Entry, str], ...] = (
         "passed over 2 times, the last time at 1.000 s: agent holds all the lanes that its cap allows (2 of 2)",
     ),
     (
+        Entry(1.0, 1, "awaits-prefix", "agent", other=5, other_qos="agent", count=2, until=2.0),
+        "waits 2 times, the last time at 1.000 s until request 5 (agent) has been fed "
+        "what both their prompts begin with",
+    ),
+    (
+        Entry(1.0, 1, "admitted", lane=1, tokens=40, why="why not"),
+        "got lane 1; why not; 40 tokens of its prompt were cached",
+    ),
+    (
         Entry(1.0, 1, "held-back", "agent", other=5, other_qos="agent"),
         "held back while batch-invariant request 5 (agent) waits",
     ),

@@ -239,6 +239,35 @@ class LlamaCppRuntime:
         self._lengths[sequence] = length
         return True
 
+    def copy(self, source: int, sequence: int, length: int) -> None:
+        """In a shared pool the cells are shared. Where every sequence has a window of its own, the state is exported
+        and brought back: llama.cpp's own copy between windows waits for the next decode and cannot be cut before."""
+        if self.info.layout == "per-sequence":
+            self.restore(sequence, self.export(source), length)
+            return
+        if length > self._lengths[source] or (length < self._lengths[source] and self.info.cut != "anywhere"):
+            raise StepFailed(f"{length} tokens of a sequence of {self._lengths[source]} cannot be copied")
+        llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, 0, length)
+        self._lengths[sequence] = length
+
+    def export(self, sequence: int) -> bytes:
+        """llama.cpp's own form."""
+        size = llama_cpp.llama_state_seq_get_size(self._context, sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        written = llama_cpp.llama_state_seq_get_data(self._context, buffer, size, sequence)
+        if not size or written != size:
+            raise StepFailed(f"llama.cpp saved {written} bytes of {size}")
+        return bytes(buffer)
+
+    def restore(self, sequence: int, state: bytes, length: int) -> None:
+        """llama.cpp checks the form of what it is given; how many tokens there are is checked here."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        read = llama_cpp.llama_state_seq_set_data(self._context, buffer, len(state), sequence)
+        self._lengths[sequence] = self.length(sequence)
+        if read != len(state) or not self.cut(sequence, length):
+            self.free(sequence)
+            raise StepFailed(f"llama.cpp cannot bring {length} tokens back from {len(state)} bytes")
+
     # -- computing ------------------------------------------------------------------------------------------------
 
     def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:

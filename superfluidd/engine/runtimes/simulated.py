@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from superfluidd.engine.port import Choice, Draw, EngineInfo, Feed, OutOfCells, StepAbandoned
+from superfluidd.engine.port import Choice, Draw, EngineInfo, Feed, OutOfCells, StepAbandoned, StepFailed
 from superfluidd.engine.wire import LoadSpec
 from superfluidd.types import TokenLogprob
 
@@ -53,6 +54,9 @@ TEMPLATE = (
 _DRAWN = {END_OF_TURN, HALF, *_WORD_IDS.values()}
 """Tokens that a hash can choose."""
 
+CELL_BYTES = 8
+"""Of KV, a token."""
+
 _MASK = (1 << 61) - 1
 _END_ONE_IN = 128
 
@@ -86,7 +90,7 @@ class SimulatedRuntime:
             sequences=spec.lanes + spec.spare,
             window=window,
             trained_context=1 << 20,
-            bytes_per_cell=0,
+            bytes_per_cell=CELL_BYTES,
             weights_bytes=0,
             cut="anywhere",
             round_granular=True,
@@ -120,6 +124,30 @@ class SimulatedRuntime:
         """Always possible."""
         del self._sequences[sequence][length:]
         return True
+
+    def copy(self, source: int, sequence: int, length: int) -> None:
+        """The hashes of the tokens."""
+        self._fill(sequence, self._sequences[source], length)
+
+    def export(self, sequence: int) -> bytes:
+        """CELL_BYTES bytes a token."""
+        return array("q", self._sequences[sequence]).tobytes()
+
+    def restore(self, sequence: int, state: bytes, length: int) -> None:
+        """What was exported."""
+        hashes = array("q")
+        try:
+            hashes.frombytes(state)
+        except ValueError as error:
+            raise StepFailed(f"a state of {len(state)} bytes is not whole") from error
+        self._fill(sequence, hashes, length)
+
+    def _fill(self, sequence: int, hashes: Sequence[int], length: int) -> None:
+        if len(hashes) < length:
+            raise StepFailed(f"{length} tokens are wanted of {len(hashes)}")
+        if self.info.layout == "shared" and self.cells_used() + length > self.info.cells:
+            raise OutOfCells(f"{length} more tokens do not fit beside {self.cells_used()} in {self.info.cells} cells")
+        self._sequences[sequence] = list(hashes[:length])
 
     def step(self, feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
         """Charge for the tokens and take them in."""
