@@ -87,6 +87,7 @@ class ModelView(msgspec.Struct, frozen=True):
         preemptions, starvation_grants: by class, of the request that lost a lane to another, or got one for having
             waited.
         abandoned_prefill_tokens: tokens of prefill steps that were given up in their middle.
+        engine_tokens: tokens computed for whatever purpose, by the engine's own count.
         prefill_budget, decode_grant: tokens the latest tick was allowed to feed and to decode.
         cells_kept: KV cells of preempted requests and of the prefix cache.
         prefix_hits: requests that were seeded; ``cached_tokens``: prompt tokens they did not have to feed.
@@ -130,6 +131,7 @@ class ModelView(msgspec.Struct, frozen=True):
     preemptions: dict[str, int] = {}
     starvation_grants: dict[str, int] = {}
     abandoned_prefill_tokens: int = 0
+    engine_tokens: int = 0
     prefill_budget: int = 0
     decode_grant: int = 0
     cells_kept: int = 0

@@ -539,6 +539,7 @@ class Model:
             preemptions={qos.label: count for qos, count in stats.preemptions.items()} if stats else {},
             starvation_grants={qos.label: count for qos, count in stats.starvation_grants.items()} if stats else {},
             abandoned_prefill_tokens=stats.abandoned_tokens if stats else 0,
+            engine_tokens=stats.computed if stats else 0,
             prefill_budget=stats.prefill_budget if stats else 0,
             decode_grant=stats.decode_grant if stats else 0,
             cells_kept=stats.cells_kept if stats else 0,

@@ -83,7 +83,8 @@ class _Tally:
     """What a tick has done so far."""
 
     def __init__(self) -> None:
-        self.emptied: list[int] = []
+        self.emptied: dict[int, None] = {}
+        """In the order in which it happened. What is refilled or emptied on purpose later in the plan is not in it."""
         self.exported: list[tuple[int, int]] = []
         self.prefilled: dict[RequestId, int] = {}
         self.decoded: dict[RequestId, int] = {}
@@ -161,6 +162,7 @@ class Executor:
             decoded=tuple(tally.decoded.items()),
             faults=tuple(tally.faults),
             cells_used=self._runtime.cells_used(),
+            computed=self._runtime.computed(),
             timing=Timing(
                 decode_rounds=tally.rounds,
                 decode_tokens=tally.round_tokens,
@@ -170,7 +172,7 @@ class Executor:
                 threads=self._threads.current,
             ),
             abandoned=tally.abandoned,
-            emptied=tuple(dict.fromkeys(tally.emptied)),
+            emptied=tuple(tally.emptied),
             exported=tuple(tally.exported),
         )
 
@@ -252,6 +254,8 @@ class Executor:
     def _move(self, op: KvOp, tally: _Tally) -> None:
         """Do one thing with KV. What cannot be done leaves its sequence empty, or nothing saved, and is reported."""
         runtime = self._runtime
+        if not isinstance(op, Export | Discard):
+            tally.emptied.pop(op.sequence, None)
         try:
             match op:
                 case Free():
@@ -280,7 +284,7 @@ class Executor:
                 tally.exported.append((op.blob, 0))
             elif not isinstance(op, Discard):
                 runtime.free(op.sequence)
-                tally.emptied.append(op.sequence)
+                tally.emptied[op.sequence] = None
 
     def _cached(self, seat: Admit, tally: _Tally) -> int:
         """How many tokens of a seat its sequence really holds: what was promised, or none."""
@@ -290,7 +294,7 @@ class Executor:
         if seat.sequence not in tally.emptied:
             log.warning("sequence %d holds %d tokens, not %d; they go", seat.sequence, holds, seat.cached)
         self._runtime.free(seat.sequence)
-        tally.emptied.append(seat.sequence)
+        tally.emptied[seat.sequence] = None
         return 0
 
     # -- steps ----------------------------------------------------------------------------------------------------

@@ -146,6 +146,9 @@ class Runtime(Protocol):
     def cells_used(self) -> int:
         """KV cells in use, by the runtime's own count."""
 
+    def computed(self) -> int:
+        """Tokens computed since it was loaded, by the runtime's own count."""
+
     def free(self, sequence: int) -> None:
         """Empty the sequence."""
 

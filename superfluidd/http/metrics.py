@@ -56,6 +56,7 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prefix_evictions", "evictions", "Prefixes that had to leave the pool."),
     ("host_exports", "exports", "Prefixes saved in host memory."),
     ("host_imports", "imports", "Prefixes brought back from host memory."),
+    ("engine_tokens", "engine_tokens", "Tokens computed, by the engine's own count: fed, generated and given up."),
     ("abandoned_prefill_tokens", "abandoned_prefill_tokens", "Tokens of prefill steps given up in their middle."),
     ("decode_tokens", "decode_tokens", "Tokens generated."),
     ("decode_rounds", "decode_rounds", "Decode rounds run."),

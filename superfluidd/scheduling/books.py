@@ -207,6 +207,7 @@ class Books:
             prefill_tokens=counters.prefill_tokens,
             prefill_seconds=counters.prefill_seconds,
             abandoned_tokens=counters.abandoned_tokens,
+            computed=counters.computed,
             decode_tokens=counters.decode_tokens,
             decode_rounds=counters.decode_rounds,
             decode_seconds=counters.decode_seconds,

@@ -177,6 +177,7 @@ class TickReport(msgspec.Struct, frozen=True):
         emptied: sequences that do not hold what the plan wanted in them: they were emptied, and a lane that was seated
             in one has nothing cached.
         exported: (blob, bytes) of what was saved; 0 bytes if that failed and nothing was.
+        computed: tokens computed since the engine was loaded, by the runtime's own count.
     """
 
     tick: int
@@ -190,6 +191,7 @@ class TickReport(msgspec.Struct, frozen=True):
     abandoned: tuple[tuple[RequestId, int], ...] = ()
     emptied: tuple[int, ...] = ()
     exported: tuple[tuple[int, int], ...] = ()
+    computed: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

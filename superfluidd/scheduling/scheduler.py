@@ -428,6 +428,7 @@ class Scheduler(Books):
         self._admit_at_most = None
         self._cleared = False
         self._cells_used = 0
+        self._counters.engine_computed = 0
         return [Paused(record.id, "the engine is being restarted") for record in records]
 
     def take_effects(self) -> list[Effect]:

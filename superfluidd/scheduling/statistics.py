@@ -29,17 +29,22 @@ class Counters:
     decode_tokens: int = 0
     decode_rounds: int = 0
     decode_seconds: float = 0.0
+    computed: int = 0
     prefix_hits: int = 0
     cached_tokens: int = 0
     evictions: int = 0
     exports: int = 0
     imports: int = 0
+    engine_computed: int = 0
+    """What the running engine had counted at its latest report."""
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     preemptions: dict[QosClass, int] = field(default_factory=_per_class)
     starvation_grants: dict[QosClass, int] = field(default_factory=_per_class)
 
     def take(self, report: TickReport) -> None:
         """Add what a tick did; its decoded tokens were counted as they were observed."""
+        self.computed += report.computed - self.engine_computed
+        self.engine_computed = report.computed
         self.prefill_tokens += sum(fed for _, fed in report.prefilled)
         self.prefill_seconds += report.timing.prefill_seconds
         self.abandoned_tokens += sum(lost for _, lost in report.abandoned)
@@ -72,6 +77,7 @@ class Statistics(msgspec.Struct, frozen=True):
     """Counters since the start, and the present state.
 
     Attributes:
+        computed: tokens the engine itself has counted, whatever they were for.
         preemptions, starvation_grants: by class of the request that lost a lane, or got one for having waited.
         prefill_budget: prompt tokens the latest tick was allowed; ``decode_grant``: tokens it was allowed to decode.
         cells_kept: KV cells of preempted requests and of the prefix cache.
@@ -88,6 +94,7 @@ class Statistics(msgspec.Struct, frozen=True):
     prefill_tokens: int
     prefill_seconds: float
     abandoned_tokens: int
+    computed: int
     decode_tokens: int
     decode_rounds: int
     decode_seconds: float

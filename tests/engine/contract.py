@@ -381,6 +381,20 @@ class Contract:
         assert not tick.out
         assert tick.report.outcome == "done"
 
+    async def test_the_runtime_counts_what_it_computes(
+        self, driver: Driver, prompt: list[int], others: list[list[int]]
+    ) -> None:
+        begun = await driver.run(
+            admit=(seat(1, 0, prompt),), prefill=(Prefill(1, len(prompt)),), decode=(Decode(1, 2),)
+        )
+        other = others[0]
+        both = await driver.run(
+            admit=(seat(2, 1, other),),
+            prefill=(Prefill(2, len(other)),),
+            decode=(Decode(1, 3), Decode(2, 2)),
+        )
+        assert both.report.computed - begun.report.computed == len(other) + 3 + 2
+
     async def test_a_plan_with_nothing_to_do_does_nothing(self, driver: Driver) -> None:
         tick = await driver.run()
         assert tick.report == TickReport(tick.report.tick, "done", timing=tick.report.timing)

@@ -311,3 +311,12 @@ async def test_kv_that_cannot_be_moved_is_computed_again(driver: Local, fault: s
     }.get(fault, ((1, 0),))  # fmt: skip
     rest = await driver.run(prefill=(Prefill(6, cached),), decode=(Decode(6, 3),))
     assert rest.tokens(6) == first.tokens(9)
+
+
+async def test_a_sequence_that_is_emptied_or_filled_on_purpose_afterwards_is_not_reported(driver: Local) -> None:
+    await driver.run(retire=(1, 2), kv=(*free(0, 1), Discard(9)))
+    await driver.run(admit=(seat(5, 0, PROMPT),), prefill=(Prefill(5, 4),), decode=())
+    moves = (Cut(1, 3), *free(1), Cut(2, 3), *free(2), Copy(0, 2, 3))
+    tick = await driver.run(retire=(5,), kv=moves, admit=(seat(6, 2, PROMPT, cached=3),), prefill=(Prefill(6, 1),))
+    assert tick.report.emptied == ()
+    assert len(tick.tokens(6)) == 1

@@ -115,12 +115,17 @@ class FakeEngine:
         running = {sequence for sequence, _ in self.lanes.values()}
         if not isinstance(op, Discard | Export):
             assert op.sequence not in running, "changed under a running lane"
+            if op.sequence in self.emptied:
+                self.emptied.remove(op.sequence)
         fails = self.fails(op)
         match op:
             case Free(sequence):
                 self.sequences[sequence].clear()
             case Cut(sequence, length):
-                assert length <= len(self.sequences[sequence]) or self.faulty, "cut to more than there is"
+                if length > len(self.sequences[sequence]):
+                    assert self.faulty, "cut to more than there is"
+                    self.sequences[sequence].clear()
+                    self.emptied.append(sequence)
                 del self.sequences[sequence][length:]
             case Copy(source, sequence, length):
                 self._fill(sequence, self.sequences[source], length, fails=fails)

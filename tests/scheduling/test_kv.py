@@ -562,8 +562,8 @@ def test_what_a_lane_that_could_not_be_seeded_leaves_is_not_kept() -> None:
     world.scheduler.finish(request, FinishReason.ABORT)
     assert held(world) == [62], "so the books think"
     world.run(plan)
-    well_again(world)
     settle(world)
+    well_again(world)
     assert not held(world)
 
 

@@ -922,6 +922,17 @@ def test_what_ticks_cost_is_added_up() -> None:
     assert (stats.decode_rounds, stats.decode_seconds) == (6, 1.0)
 
 
+def test_what_the_engine_counts_goes_on_over_its_restarts() -> None:
+    world = World()
+    world.ask(AGENT)
+    for count in (10, 15):
+        world.scheduler.apply(TickReport(world.plan().tick, "done", computed=count), world.now)
+    assert world.scheduler.statistics().computed == 15
+    world.scheduler.engine_lost(world.now)
+    world.scheduler.apply(TickReport(world.plan().tick, "done", computed=4), world.now)
+    assert world.scheduler.statistics().computed == 19
+
+
 def test_a_lost_engine_counts_one_pause_for_each_lane_and_no_preemption() -> None:
     world = World()
     world.ask(AGENT)

@@ -212,6 +212,12 @@ class LlamaCppRuntime:
                 used += last + 1 - llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
         return used
 
+    def computed(self) -> int:
+        """llama.cpp counts one token alone and several together apart, and says 1 where it has none; so this is two
+        short of the sum."""
+        found = llama_cpp.llama_perf_context(self._context)
+        return int(found.n_p_eval + found.n_eval) - 2
+
     def free(self, sequence: int) -> None:
         """Empty the sequence."""
         llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)

@@ -76,6 +76,7 @@ class SimulatedRuntime:
         self._pace = pace
         self._now = 0.0
         self._abandon = threading.Event()
+        self._computed = 0
         self._sequences: list[list[int]] = [[] for _ in range(spec.lanes + spec.spare)]
         """Per sequence: a running hash after each token fed."""
         self._rows: list[int] = []
@@ -115,6 +116,10 @@ class SimulatedRuntime:
     def cells_used(self) -> int:
         """One cell a token."""
         return sum(map(len, self._sequences))
+
+    def computed(self) -> int:
+        """Tokens charged for."""
+        return self._computed
 
     def free(self, sequence: int) -> None:
         """Empty the sequence."""
@@ -159,6 +164,7 @@ class SimulatedRuntime:
             if feed.start != held or feed.start + len(feed.tokens) > self.info.window:
                 raise OutOfCells(f"sequence {feed.sequence} holds {held} of {self.info.window} tokens")
         self._charge(self.step_seconds(total, len(feeds)), abandonable)
+        self._computed += total
         for feed in feeds:
             hashes = self._sequences[feed.sequence]
             state = hashes[-1] if hashes else 7
