@@ -9,6 +9,7 @@ from superfluidd.scheduling.plan import Admit
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.pool import KvPool
 from superfluidd.scheduling.preemption import choose_victims
+from superfluidd.scheduling.pressure import TINY_CELLS, Rung
 from superfluidd.scheduling.qos import URGENT
 from superfluidd.scheduling.queues import ClassQueues, effective_class
 from superfluidd.scheduling.request import Phase, Request
@@ -26,7 +27,7 @@ class Admission:
     Attributes:
         retire: requests whose lanes the engine has yet to forget.
         worth_waiting: tokens of a prefix that is worth waiting for.
-        critical: the operating system is out of memory: background work gets no lanes.
+        rung: how short of memory the operating system is, and so who gets lanes.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Admission:
         self.policy = policy
         self.retire: list[RequestId] = []
         self.worth_waiting = budget.WAIT_UNKNOWN
-        self.critical = False
+        self.rung = Rung.NORMAL
         self._queues = queues
         self._lanes = lanes
         self._pool = pool
@@ -51,7 +52,8 @@ class Admission:
             tick: number of the tick they would be seated in.
             now: heads that may not be seated are told why in their trails; None keeps quiet.
         """
-        heads = self._queues.heads(tick, self.policy.starvation_ticks)
+        small = TINY_CELLS if self.rung is Rung.TINY_CHATS else None
+        heads = self._queues.heads(tick, self.policy.starvation_ticks, small)
         allowed: list[Request] = []
         for head in heads:
             bar = self._bar(head)
@@ -80,15 +82,16 @@ class Admission:
             return "class-paused", ""
         if self._lanes.capped(qos):
             return "capped", f"{self._lanes.held_by(qos)} of {self._lanes.caps[qos]}"
-        if self.critical and qos is QosClass.BACKGROUND:
-            return "capped", "none while memory is critical"
+        if not self.rung.admits(qos, head.cells):
+            return "memory-critical", ""
         return None
 
     def _note_bar(
         self, head: Request, bar: tuple[Kind, str] | None, leader: Request | None, tick: int, now: float
     ) -> None:
         if bar is not None:
-            head.trail.add(Entry(now, tick, bar[0], head.qos.label, why=bar[1]))
+            big = head.cells if bar[0] == "memory-critical" and head.qos is QosClass.INTERACTIVE else 0
+            head.trail.add(Entry(now, tick, bar[0], head.qos.label, why=bar[1], tokens=big))
         elif leader is not None:
             if head.awaits_tick is None:
                 head.awaits_tick = tick

@@ -180,6 +180,8 @@ class Books:
             return f"an operator: {qos.label} is paused"
         if self._lanes.capped(qos):
             return f"its class: {format_caps({qos: self._lanes.caps[qos]})} is the cap"
+        if not self._admission.rung.admits(qos, record.cells):
+            return "memory: the machine is out of it"
         leader = self._admission.leader(record, self._counters.ticks + 1)
         if leader is not None:
             return f"what its prompt begins with: request {leader.id} is being fed it"

@@ -108,6 +108,8 @@ class Kv:
         self.cache = cache
         self.ops: list[KvOp] = []
         """What the engine has yet to do."""
+        self.saving = True
+        """What leaves the pool may be saved in host memory."""
         self._counters = counters
         self._pool = pool
         self._entries: list[Entry] = []
@@ -348,7 +350,7 @@ class Kv:
         self._counters.exports += 1
 
     def _make_host_room(self, size: int, spared: Entry | None) -> bool:
-        if size > self.cache.host_bytes:
+        if not self.saving or size > self.cache.host_bytes:
             return False
         while self.host_bytes + size > self.cache.host_bytes:
             victim = self._next_victim(spared, resident=False)
@@ -363,8 +365,11 @@ class Kv:
         Args:
             used: cells that running requests have filled.
         """
-        if used + self._pool.kept <= self.cache.high * self._pool.cells:
-            return
+        if used + self._pool.kept > self.cache.high * self._pool.cells:
+            self.evict_down(used)
+
+    def evict_down(self, used: int) -> None:
+        """Entries go until the pool is at the low watermark."""
         while used + self._pool.kept > self.cache.low * self._pool.cells:
             victim = self._next_victim()
             if victim is None:

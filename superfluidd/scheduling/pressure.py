@@ -154,7 +154,9 @@ class Ladder:
         """When the rung was last changed."""
         self._hold = hold
         self._step = step
-        self._lower: list[tuple[float, Level]] = []
+        self._lower_since: float | None = None
+        self._lower = Rung.NORMAL
+        """The highest that was asked for since then."""
         self._critical_since: float | None = None
 
     def feed(self, level: Level, now: float) -> Rung:
@@ -165,23 +167,23 @@ class Ladder:
         and no further. Nor does it rise.
         """
         target = self._target(level, now)
-        if target >= self.rung or (level is Level.UNKNOWN and self.rung is Rung.WARNING):
-            self._lower.clear()
+        if target >= self.rung:
+            self._lower_since = None
             if target > self.rung:
                 self.rung, self.since = target, now
             return self.rung
-        self._lower.append((now, level))
-        if now - self._lower[0][0] >= self._hold:
-            seen = {found for _, found in self._lower}
-            low = Rung.WARNING if Level.WARNING in seen or Level.UNKNOWN in seen else Rung.NORMAL
-            if low < self.rung:
-                self.rung, self.since = low, now
-            self._lower.clear()
+        if self._lower_since is None:
+            self._lower_since, self._lower = now, Rung.NORMAL
+        self._lower = max(self._lower, target)
+        if now - self._lower_since >= self._hold:
+            self.rung, self.since, self._lower_since = self._lower, now, None
         return self.rung
 
     def _target(self, level: Level, now: float) -> Rung:
         if level is not Level.CRITICAL:
             self._critical_since = None
+            if level is Level.UNKNOWN:
+                return min(self.rung, Rung.WARNING)
             return Rung.WARNING if level is Level.WARNING else Rung.NORMAL
         if self._critical_since is None:
             self._critical_since = now

@@ -63,12 +63,20 @@ class ClassQueues:
         """The request of a class that has been in its queue for longest."""
         return next(iter(self._queues[qos].values()), None)
 
-    def heads(self, tick: int, period: int) -> list[Request]:
+    def heads(self, tick: int, period: int, small: int | None = None) -> list[Request]:
         """The head of every class that has one, best first: by effective class, then by who has waited longer.
 
         The longer wait wins a tie, so a job that has risen is not passed over for ever by those born higher.
+
+        Args:
+            tick: number of the tick they would be seated in.
+            period: of aging, ticks.
+            small: the head of the interactive class is the first one that needs no more cells than that.
         """
         found = [head for qos in QosClass if (head := self.head(qos)) is not None]
+        if small is not None and found and found[0].qos is QosClass.INTERACTIVE and found[0].cells > small:
+            waiting = self._queues[QosClass.INTERACTIVE].values()
+            found[0] = next((request for request in waiting if request.cells <= small), found[0])
         found.sort(key=lambda head: (effective_class(head, tick, period), head.queued_tick, head.qos, head.id))
         return found
 

@@ -22,6 +22,7 @@ from superfluidd.scheduling.plan import (
     Prefill,
     TickReport,
 )
+from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.qos import URGENT
 from superfluidd.scheduling.request import Phase, Request
 from superfluidd.types import FinishReason, QosClass, RequestId, SamplingParams
@@ -182,14 +183,23 @@ class Scheduler(Books):
         self._note(record, "reclassed", now)
         return True
 
-    def set_critical(self, critical: bool) -> None:
-        """The operating system is out of memory, or no longer.
+    def set_pressure(self, rung: Rung) -> None:
+        """How short of memory the operating system is (source: the specification, "Preemption", "Memory pressure").
 
-        While it is, background requests get no lanes, and those that decode lose theirs with the next plan (source: the
-        specification, "Preemption").
+        From a warning on nothing is saved in host memory, and when one comes what is there goes first, and then the
+        pool's entries down to the low watermark. While it is critical, background requests get no lanes, and those that
+        decode lose theirs with the next plan.
         """
-        self._admission.critical = critical
-        self._hurry = self._hurry or critical
+        before, self._admission.rung = self._admission.rung, rung
+        self._kv.saving = rung is Rung.NORMAL
+        if rung > before and rung in (Rung.WARNING, Rung.CRITICAL):
+            self._kv.drop_host()
+            self._kv.evict_down(self._filled())
+        self._hurry = self._hurry or rung >= Rung.CRITICAL
+
+    def _filled(self) -> int:
+        """Cells that running requests have filled."""
+        return sum(lane.fed for lane in self._lanes.in_order())
 
     # -- the crank ------------------------------------------------------------------------------------------------
 
@@ -203,10 +213,10 @@ class Scheduler(Books):
             raise OutOfOrder(f"tick {self._in_flight.tick} is in flight")
         tick, admission = self._counters.ticks + 1, self._admission
         admission.worth_waiting = budget.worth_waiting(self._rates, self._kv.cache.wait_seconds, self._kv.cache.least)
-        if admission.critical:
+        if admission.rung >= Rung.CRITICAL:
             self._relieve(tick, now)
         if self.limits.cache.enabled:
-            self._kv.relieve(sum(lane.fed for lane in self._lanes.in_order()))
+            self._kv.relieve(self._filled())
         admit, lost = admission.admit(tick, now, self._admit_at_most)
         self._effects += [Paused(record.id, "preempted by more urgent work") for record in lost]
         seated = self._lanes.in_order()

@@ -17,6 +17,7 @@ Kind = Literal[
     "capped",
     "held-back",
     "class-paused",
+    "memory-critical",
     "awaits-prefix",
     "admitted",
     "resumed",
@@ -36,7 +37,9 @@ MOST = 64
 BEGINNING = 8
 """Of which so many are its first ones; what is dropped, is dropped from the middle."""
 
-_REPEATS: tuple[Kind, ...] = ("overtaken", "capped", "held-back", "class-paused", "awaits-prefix", "abandoned")
+_REPEATS: tuple[Kind, ...] = (
+    *("overtaken", "capped", "held-back", "class-paused", "memory-critical", "awaits-prefix", "abandoned"),
+)
 """Kinds that one after the other are counted in one entry."""
 
 
@@ -89,7 +92,11 @@ class Trail:
         last = self._entries[-1] if self._entries else None
         if last is not None and entry.kind in _REPEATS and last.kind == entry.kind and last.qos == entry.qos:
             self._entries[-1] = msgspec.structs.replace(
-                entry, at=last.at, until=entry.at, count=last.count + 1, tokens=last.tokens + entry.tokens
+                entry,
+                at=last.at,
+                until=entry.at,
+                count=last.count + 1,
+                tokens=entry.tokens + (last.tokens if entry.kind == "abandoned" else 0),
             )
             return
         if len(self._entries) == MOST:
@@ -111,6 +118,7 @@ def sentences(entries: Sequence[Entry], dropped: int = 0) -> list[str]:
 
 def _sentence(entry: Entry, until: float) -> str:
     other = f"request {entry.other} ({entry.other_qos})"
+    size = f" of {entry.tokens} tokens" if entry.tokens else ""
     times = "" if entry.count == 1 else f" {entry.count} times, the last time at {until:.3f} s"
     match entry.kind:
         case "queued":
@@ -124,6 +132,8 @@ def _sentence(entry: Entry, until: float) -> str:
             return f"held back{times} while batch-invariant {other} waits"
         case "class-paused":
             return f"passed over{times}: an operator has paused the class {entry.qos}"
+        case "memory-critical":
+            return f"passed over{times}: the machine is out of memory and gives no lanes to {entry.qos} requests{size}"
         case "awaits-prefix":
             return f"waits{times} until {other} has been fed what both their prompts begin with"
         case "admitted":
@@ -135,7 +145,8 @@ def _sentence(entry: Entry, until: float) -> str:
         case "starved-up":
             return f"had waited long enough to count as {entry.why}, and went ahead of {other}"
         case "preempted":
-            return f"gave lane {entry.lane} up for {other}; {entry.tokens} tokens of its KV are held" + (
+            cause = f" for {other}" if entry.other else ""
+            return f"gave lane {entry.lane} up{cause}; {entry.tokens} tokens of its KV are held" + (
                 f" ({entry.why})" if entry.why else ""
             )
         case "engine-lost":

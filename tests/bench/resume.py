@@ -13,7 +13,7 @@ from pathlib import Path
 
 from superfluidd.engine.executor import Executor
 from superfluidd.engine.runtimes.llamacpp import LlamaCppRuntime
-from superfluidd.engine.wire import LoadSpec
+from superfluidd.engine.wire import LoadSpec, StepDone
 from superfluidd.scheduling.plan import Admit, Cut, Export, Free, Import, KvOp, Plan, Prefill
 from superfluidd.types import SamplingParams
 from tests.bench import plots
@@ -56,8 +56,8 @@ class Bench:
                 if end.value.emptied:
                     raise SystemExit("the engine could not go on from what was kept") from None
                 return time.perf_counter() - begun, said
-            for out in getattr(step, "tokens", ()):
-                said = out.token
+            if isinstance(step, StepDone):
+                said = next((out.token for out in step.tokens), said)
 
     def empty(self, *kv: KvOp) -> None:
         """Nobody runs; move KV."""

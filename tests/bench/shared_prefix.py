@@ -30,7 +30,7 @@ def computed(server: Server) -> float:
     prompts. The last token of a reply is never computed by either."""
     if server.name == PEER:
         return metric(server, "llamacpp:prompt_tokens_total")
-    return metric(server, "superfluidd_engine_tokens_total")
+    return metric(server, "superfluid_engine_tokens_total")
 
 
 def work(server: Server, prompts: Prompts, nonce: str, quick: bool) -> tuple[dict[str, float], list[str]]:

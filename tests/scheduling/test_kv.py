@@ -11,6 +11,7 @@ from superfluidd.scheduling.admission import AWAIT_TICKS
 from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.kv import Cache, pack, shared_length
 from superfluidd.scheduling.plan import Copy, Cut, Discard, Export, Free, Import, Plan
+from superfluidd.scheduling.pressure import Rung
 from superfluidd.types import FinishReason, QosClass
 from tests.scheduling.fake_engine import CELL_BYTES, FakeEngine
 from tests.scheduling.world import World, kinds
@@ -24,12 +25,18 @@ ONE, OTHER = range(2000, 2060), range(3000, 3060)
 
 
 def cached_world(
-    *, lanes: int = 1, sequences: int = 4, cells: int = 1000, shared: bool = True, **cache: object
+    *,
+    lanes: int = 1,
+    sequences: int = 4,
+    cells: int = 1000,
+    window: int = 1000,
+    shared: bool = True,
+    **cache: object,
 ) -> World:
     """Nothing goes but for want of room, unless a test says otherwise."""
     settings = {"least": 4, "cell_bytes": CELL_BYTES, "high": 1.0, "low": 1.0, **cache}
     kept = msgspec.convert({"enabled": True, **settings}, Cache)
-    return World(Limits(lanes=lanes, shared=shared, cells=cells, sequences=sequences, window=1000, cache=kept))
+    return World(Limits(lanes=lanes, shared=shared, cells=cells, sequences=sequences, window=window, cache=kept))
 
 
 def serve(world: World, prompt: Sequence[int], most: int = 3, qos: QosClass = AGENT) -> tuple[int, Plan]:
@@ -423,6 +430,54 @@ def test_above_the_high_watermark_entries_go_until_the_low_one() -> None:
     assert not held(world), "510 cells of a live lane count, and it stays"
     world.tick(steps=2)
     assert world.seated == [running], "nothing is left to go"
+
+
+def test_a_warning_drops_what_is_in_host_memory_evicts_once_and_saves_nothing_until_it_is_over() -> None:
+    world = cached_world(sequences=3, host_bytes=10_000, low=0.1)
+    for start in range(1000, 5000, 1000):
+        serve(world, range(start, start + 60))
+    assert world.engine.blobs
+    world.scheduler.set_pressure(Rung.WARNING)
+    settle(world)
+    assert not world.engine.blobs, "dropped first"
+    assert held(world) == [62], "to the low watermark, and not to host memory"
+    for start in range(5000, 9000, 1000):
+        serve(world, range(start, start + 60))
+    assert not world.engine.blobs, "not filled again"
+    assert world.scheduler.statistics().kv.entries == 3, "the pool is there anyhow"
+    world.scheduler.set_pressure(Rung.WARNING)
+    assert len(held(world)) == 3, "once"
+    world.scheduler.set_pressure(Rung.NO_AGENTS)
+    assert len(held(world)) == 3, "the rung before has seen to it"
+    world.scheduler.set_pressure(Rung.NORMAL)
+    serve(world, range(9000, 9060))
+    assert world.engine.blobs
+
+
+@pytest.mark.parametrize("rung", [Rung.WARNING, Rung.CRITICAL])
+def test_pressure_with_nothing_to_give_changes_nothing(rung: Rung) -> None:
+    world = cached_world()
+    world.scheduler.set_pressure(rung)
+    assert world.scheduler.plan(1.0) is None
+    assert serve(world, ONE)[0] == 0
+
+
+def test_at_the_last_rung_a_tiny_chat_passes_a_large_one_and_is_served() -> None:
+    world = cached_world(lanes=2, cells=8000, window=2000, shared=False)
+    world.scheduler.set_pressure(Rung.TINY_CHATS)
+    large = world.ask(CHAT, most=500, prompt=range(1000, 1700))
+    agent, tiny = world.ask(AGENT, prompt=ONE), world.ask(CHAT, most=3, prompt=OTHER)
+    assert world.scheduler.why_waiting(world.record(large)) == "memory: the machine is out of it"
+    world.tick(steps=1)
+    assert world.seated == [tiny]
+    assert kinds(world, agent) == ["queued", "memory-critical", "overtaken", "memory-critical"]
+    world.tick()
+    world.tick()
+    assert world.scheduler.plan(world.now) is None
+    world.scheduler.set_pressure(Rung.NORMAL)
+    world.tick(steps=1)
+    assert set(world.seated) == {large, agent}
+    assert "memory-critical" in kinds(world, large)
 
 
 def test_a_waiting_requests_kv_is_its_own() -> None:

@@ -153,6 +153,15 @@ def test_the_steps_begin_anew_after_a_moment_without_critical_pressure() -> None
     assert ladder.feed(CRITICAL, 31.0) is Rung.NO_AGENTS
 
 
+def test_critical_pressure_after_a_moments_relief_does_not_count_as_lower() -> None:
+    ladder = Ladder(hold=10.0, step=15.0)
+    ladder.feed(CRITICAL, 0.0)
+    assert ladder.feed(CRITICAL, 30.0) is Rung.NO_COMPLETIONS
+    ladder.feed(WARNING, 31.0)
+    ladder.feed(CRITICAL, 32.0)
+    assert ladder.feed(CRITICAL, 41.0) is Rung.CRITICAL, "to what was the worst since, not to normal"
+
+
 def test_unknown_neither_rises_nor_is_it_normal() -> None:
     ladder = Ladder(hold=30.0)
     for now in range(100):

@@ -16,6 +16,7 @@ from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.kv import Cache, pack
 from superfluidd.scheduling.plan import Copy, Cut, Export, Finished, Import, Paused, Plan, Urgency
 from superfluidd.scheduling.policy import Policy
+from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.request import Phase
 from superfluidd.scheduling.scheduler import Observed, Scheduler
 from superfluidd.types import FinishReason, QosClass
@@ -106,10 +107,10 @@ class Lives(RuleBasedStateMachine):
     def pause_a_class(self, qos: QosClass, paused: bool) -> None:
         self.scheduler.set_paused(qos, paused)
 
-    @rule(critical=st.booleans())
-    def memory(self, critical: bool) -> None:
-        self.scheduler.set_critical(critical)
-        if critical:
+    @rule(rung=st.sampled_from(Rung))
+    def memory(self, rung: Rung) -> None:
+        self.scheduler.set_pressure(rung)
+        if rung >= Rung.CRITICAL:
             seated = self.scheduler.seated()
             lose = {r.id for r in seated if r.qos is QosClass.BACKGROUND and r.decoding and r.preemptible}
             self._tick()
@@ -342,7 +343,7 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
-            self.scheduler.set_critical(False)
+            self.scheduler.set_pressure(Rung.NORMAL)
             for qos in QosClass:
                 self.scheduler.set_paused(qos, False)
             for _ in range(80 * len(self.asked) + 2):

@@ -11,6 +11,7 @@ from superfluidd.scheduling import budget
 from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.plan import Decode, Finished, Plan, Prefill, TickReport, Timing, Urgency
 from superfluidd.scheduling.policy import Policy
+from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.qos import format_caps, may_preempt, parse_caps
 from superfluidd.scheduling.queues import effective_class
 from superfluidd.scheduling.request import Request
@@ -316,7 +317,7 @@ def test_critical_memory_preempts_every_decoding_background_lane_and_seats_none(
     agent, long = world.ask(AGENT), world.ask(BACKGROUND, tokens=4000)
     world.tick()
     world.plan()
-    world.scheduler.set_critical(True)
+    world.scheduler.set_pressure(Rung.CRITICAL)
     assert world.scheduler.urgency is Urgency.STOP
     plan = world.scheduler._in_flight
     assert plan is not None
@@ -326,7 +327,7 @@ def test_critical_memory_preempts_every_decoding_background_lane_and_seats_none(
     assert world.seated == [agent, long]
     world.tick()
     assert set(world.seated) == {agent, long}
-    world.scheduler.set_critical(False)
+    world.scheduler.set_pressure(Rung.NORMAL)
     world.tick()
     assert set(world.seated) == {agent, long, *decoding}
 

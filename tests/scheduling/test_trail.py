@@ -33,6 +33,19 @@ SAID: tuple[tuple[Entry, str], ...] = (
         Entry(1.0, 1, "held-back", "agent", other=5, other_qos="agent"),
         "held back while batch-invariant request 5 (agent) waits",
     ),
+    (
+        Entry(1.0, 1, "memory-critical", "background"),
+        "passed over: the machine is out of memory and gives no lanes to background requests",
+    ),
+    (
+        Entry(1.0, 1, "memory-critical", "interactive", tokens=2000, count=2, until=2.0),
+        "passed over 2 times, the last time at 1.000 s: the machine is out of memory and gives no lanes to "
+        "interactive requests of 2000 tokens",
+    ),
+    (
+        Entry(1.0, 1, "preempted", lane=1, tokens=40, why="memory is critical"),
+        "gave lane 1 up; 40 tokens of its KV are held (memory is critical)",
+    ),
     (Entry(1.0, 1, "class-paused", "agent"), "passed over: an operator has paused the class agent"),
     (Entry(1.0, 1, "admitted", "agent", lane=2), "got lane 2"),
     (Entry(1.0, 1, "admitted", "agent", lane=2, why="a lane was free"), "got lane 2; a lane was free"),
