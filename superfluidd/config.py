@@ -170,6 +170,23 @@ OPTIONS: tuple[Option, ...] = (
         maximum=100.0,
     ),
     Option(
+        "os_pressure",
+        "choice",
+        "on",
+        "Give memory up while the operating system is short of it; dry-run only logs what would be done.",
+        "NAME",
+        choices=("on", "off", "dry-run"),
+    ),
+    Option(
+        "os_pressure_hold",
+        "float",
+        30.0,
+        "Seconds that memory must have been easier before what was given up comes back.",
+        "SECONDS",
+        minimum=1.0,
+        maximum=3600.0,
+    ),
+    Option(
         "max_tokens",
         "auto-int",
         None,
@@ -333,6 +350,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_gb: float | None = None
     pressure_high: float = 85.0
     pressure_low: float = 70.0
+    os_pressure: Literal["on", "off", "dry-run"] = "on"
+    os_pressure_hold: float = 30.0
     max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = 40

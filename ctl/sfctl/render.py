@@ -78,6 +78,12 @@ def share(part: int, whole: int) -> str:
     return f"{count(part)}/{count(whole)}"
 
 
+def size(amount: int) -> str:
+    """Bytes as MiB: ``99``, ``1,234``, ``0.4``."""
+    mebi = amount / (1 << 20)
+    return f"{mebi:,.0f}" if mebi >= 10 or not amount else f"{mebi:.1f}"
+
+
 def rate(per_second: float) -> str:
     """Tokens per second: ``45.1``, ``1,234``."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.1f}"

@@ -86,6 +86,18 @@ async def _resume(service: Service, params: protocol.ClassParams) -> msgspec.Str
     return protocol.ClassesResult(service.classes())
 
 
+async def _models(service: Service, _: protocol.NoParams) -> msgspec.Struct:
+    return protocol.ModelsResult(service.status().models)
+
+
+async def _pressure(service: Service, _: protocol.NoParams) -> msgspec.Struct:
+    return service.pressure()
+
+
+async def _mem(service: Service, _: protocol.NoParams) -> msgspec.Struct:
+    return service.memory()
+
+
 HANDLERS: Mapping[str, Handler] = {
     "status": _status,
     "lanes": _lanes,
@@ -99,6 +111,9 @@ HANDLERS: Mapping[str, Handler] = {
     "set_qos": _set_qos,
     "pause": _pause,
     "resume": _resume,
+    "models": _models,
+    "pressure": _pressure,
+    "mem": _mem,
 }
 """What each row of the method table does."""
 

@@ -174,6 +174,74 @@ class QueueResult(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
+class ModelsResult(msgspec.Struct, frozen=True):
+    """Every served model."""
+
+    models: tuple[ModelView, ...]
+    schema: int = SCHEMA
+
+
+class PressureResult(msgspec.Struct, frozen=True):
+    """The operating system's memory, as the watcher sees it.
+
+    Attributes:
+        mode: ``on``, ``off`` or ``dry-run``; ``source``: what is armed; ``refused``: better sources, and why not.
+        level: ``unknown``, ``normal``, ``warning`` or ``critical``; ``rung``: what is done; ``does``: that in words.
+        since: seconds since the rung was last changed; null at ``normal``.
+        some, full: percent of the last ten seconds in which some task, or every task, stalled for memory;
+            ``available``: share of the memory that can be had; ``kernel``: macOS's own level. Null: not measured here.
+        events: events of the armed trigger, ever; ``false_alarms``: those that were not confirmed.
+    """
+
+    mode: str
+    source: str
+    refused: tuple[str, ...]
+    level: str
+    rung: str
+    does: str
+    since: float | None
+    some: float | None = None
+    full: float | None = None
+    available: float | None = None
+    kernel: int | None = None
+    events: int = 0
+    false_alarms: int = 0
+    schema: int = SCHEMA
+
+
+class MemoryOwner(msgspec.Struct, frozen=True):
+    """What holds memory, or disk space.
+
+    Attributes:
+        model: whose it is; empty for the daemon's own.
+        owner: ``weights``, ``pool``, ``host tier``, ``worker`` (what else its process holds) or ``daemon``.
+        size: bytes; ``most``: bytes it may grow to, null where that is not bounded by a setting.
+        disk: it is disk space and no memory.
+    """
+
+    model: str
+    owner: str
+    size: int
+    most: int | None = None
+    disk: bool = False
+
+
+class MemResult(msgspec.Struct, frozen=True):
+    """Who holds how much.
+
+    Attributes:
+        owners: by model, the daemon last.
+        resident: bytes of memory that daemon and workers hold by the operating system's count.
+        available: bytes that can still be had; ``total``: the machine's, or the smallest limit's.
+    """
+
+    owners: tuple[MemoryOwner, ...]
+    resident: int
+    available: int
+    total: int
+    schema: int = SCHEMA
+
+
 class CancelParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``id``: a request id (``42``) or an ``x-request-id``, which may stand for several requests."""
 
@@ -330,6 +398,9 @@ METHODS: tuple[Method, ...] = (
     Method("set_qos", SetQosParams, SetQosResult, "admin"),
     Method("pause", ClassParams, ClassesResult, "admin"),
     Method("resume", ClassParams, ClassesResult, "admin"),
+    Method("models", NoParams, ModelsResult, "observer"),
+    Method("pressure", NoParams, PressureResult, "observer"),
+    Method("mem", NoParams, MemResult, "observer"),
 )
 
 

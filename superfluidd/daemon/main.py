@@ -1,4 +1,5 @@
-"""The daemon's nursery: a scheduler task per model, an HTTP listener, a control plane; start and stop in order."""
+"""The daemon's nursery: a scheduler task per model, an HTTP listener, a watcher of memory, a control plane; start and
+stop in order."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ import trio
 from superfluidd.config import Settings, split_address
 from superfluidd.control import paths
 from superfluidd.control import server as control
-from superfluidd.daemon import signals
+from superfluidd.daemon import sensors, signals
 from superfluidd.daemon.loading import Loaded, examine
 from superfluidd.daemon.model import Model
+from superfluidd.daemon.os_pressure import Watcher
 from superfluidd.daemon.service import Service
 from superfluidd.engine.client import worker_starter
 from superfluidd.http import server as http
 from superfluidd.http.app import create_app
+from superfluidd.scheduling.pressure import Ladder
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,8 @@ async def serve(settings: Settings, socket_path: Path, ready: Callable[[Service,
             )
             for one in loaded
         }
-        service = Service(settings, models, str(socket_path), _address(web))
+        watcher = Watcher(settings.os_pressure, sensors.arm, Ladder(hold=settings.os_pressure_hold))
+        service = Service(settings, models, str(socket_path), _address(web), watcher)
         await _run(service, web, control_socket, lambda: ready(service, loaded))
 
 
@@ -66,6 +70,7 @@ async def _run(service: Service, web: socket.socket, control_socket: socket.sock
     async with trio.open_nursery() as nursery:
         await nursery.start(signals.watch, stop.set, nursery.cancel_scope.cancel)
         await nursery.start(control.serve, control_socket, service)
+        await nursery.start(service.watcher.run)
         async with trio.open_nursery() as engines:
             async with trio.open_nursery() as edge:
                 await edge.start(

@@ -29,6 +29,7 @@ from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.kv import Cache
 from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused, Urgency
 from superfluidd.scheduling.policy import Policy
+from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.request import Phase, Request
 from superfluidd.scheduling.scheduler import TRAILS, Observed, Scheduler
 from superfluidd.text.assembler import Assembler
@@ -45,6 +46,13 @@ CLOSE_GRACE = 3.0
 """Seconds a worker has to end when told to."""
 
 State = Literal["loading", "ready", "recovering", "failed"]
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """Bytes of an engine's weights and of its KV pool."""
+
+    weights: int = 0
+    pool: int = 0
 
 
 class _Live:
@@ -115,6 +123,7 @@ class Model:
         self._changed = trio.Event()
         self._idle = trio.Event()
         self._idle.set()
+        self._rung = Rung.NORMAL
         self._respawns = 0
         self._without_good_tick = 0
         self._watch = TickWatch()
@@ -178,6 +187,7 @@ class Model:
                 self._policy,
                 self._caps,
             )
+            self._scheduler.set_pressure(self._rung)
             self.vocabulary = engine.vocabulary
             self.template = ChatTemplate(info.chat_template, bos=info.bos_text, eos=info.eos_text)
         self._info = info
@@ -450,6 +460,13 @@ class Model:
             return [int(ident)]
         return [request for request, origin in origins.items() if origin == ident]
 
+    def set_pressure(self, rung: Rung) -> None:
+        """How short of memory the operating system is."""
+        self._rung = rung
+        if self._scheduler is not None:
+            self._scheduler.set_pressure(rung)
+            self.nudge()
+
     def nudge(self) -> None:
         """Something was decided from outside: look whether there is a better plan."""
         self._wakeup.set()
@@ -498,6 +515,14 @@ class Model:
             return f"prefill class={record.qos.label} {fed}/{len(record.tokens)}"
         word = "paused" if record.phase is Phase.PREEMPTED else "queued"
         return f"{word} class={record.qos.label} position={self._scheduler.position(request)}"
+
+    @property
+    def footprint(self) -> Footprint:
+        """What it takes by design; nothing while there is no engine."""
+        info = self._info if self._engine is not None else None
+        if info is None:
+            return Footprint()
+        return Footprint(info.weights_bytes, info.cells * (self._cache.cell_bytes or info.bytes_per_cell))
 
     def view(self) -> ModelView:
         """The model in one record."""

@@ -9,11 +9,22 @@ import trio
 
 from superfluidd import __version__
 from superfluidd.config import Settings
-from superfluidd.control.protocol import ClassView, Explanation, LaneView, QueueView, StatusResult, TraceEntry
-from superfluidd.daemon import steering
+from superfluidd.control.protocol import (
+    ClassView,
+    Explanation,
+    LaneView,
+    MemResult,
+    PressureResult,
+    QueueView,
+    StatusResult,
+    TraceEntry,
+)
+from superfluidd.daemon import ownership, steering
 from superfluidd.daemon.ended import Ended
 from superfluidd.daemon.model import Model
+from superfluidd.daemon.os_pressure import Watcher
 from superfluidd.errors import Draining, UnknownModel, UnknownRequest
+from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.qos import parse_class
 from superfluidd.scheduling.request import Request
 from superfluidd.types import QosClass, RequestId
@@ -27,10 +38,19 @@ class Service:
         models: the models by served name, the default first.
         socket: path of the control socket, for status.
         http: address the HTTP listener is bound to, for status; by default the one in the settings.
+        watcher: of the operating system's memory; by default nobody watches it.
     """
 
-    def __init__(self, settings: Settings, models: dict[str, Model], socket: str = "", http: str = "") -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        models: dict[str, Model],
+        socket: str = "",
+        http: str = "",
+        watcher: Watcher | None = None,
+    ) -> None:
         self.settings = settings
+        self.watcher = watcher or Watcher("off", lambda: None)
         self.models = models
         self.socket = socket
         self.http = http or settings.http
@@ -38,11 +58,16 @@ class Service:
         self._started = trio.current_time()
         for model in models.values():
             model.on_ended = self._note_ended
+        self.watcher.apply = self._apply_pressure
         self._draining = False
 
     def _note_ended(self, record: Request) -> None:
         arrived = record.arrived - self._started
         self.ended.add(TraceEntry(arrived, record.qos.label, record.prompt, record.generated))
+
+    def _apply_pressure(self, rung: Rung) -> None:
+        for model in self.models.values():
+            model.set_pressure(rung)
 
     @property
     def draining(self) -> bool:
@@ -153,6 +178,14 @@ class Service:
             draining=self._draining,
             models=tuple(model.view() for model in self.models.values()),
         )
+
+    def pressure(self) -> PressureResult:
+        """The operating system's memory, and what is done about it."""
+        return self.watcher.view()
+
+    def memory(self) -> MemResult:
+        """Who holds how much memory."""
+        return ownership.memory(self.models.values())
 
     @property
     def ready(self) -> bool:

@@ -20,8 +20,35 @@ def available_memory(root: Path = Path("/"), system: Callable[[], int] | None = 
     return machine if limit is None else min(machine, limit)
 
 
+def available_share(root: Path = Path("/"), machine: Callable[[], tuple[int, int]] | None = None) -> float:
+    """The share of the memory that can be used without swapping: of the machine's, or of a control group's limit.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+        machine: bytes available and in all, without regard to control groups; by default psutil's answer.
+    """
+    if machine is None:
+        memory = psutil.virtual_memory()
+        available, total = memory.available, memory.total
+    else:
+        available, total = machine()
+    limits = [(headroom, limit) for headroom, limit in _control_groups(root) if limit < total]
+    return min(part / whole for part, whole in [(available, total), *limits] if whole)
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """The machine's memory, or the smallest limit of this process's control groups, bytes."""
+    machine: int = psutil.virtual_memory().total
+    return min([machine, *(limit for _, limit in _control_groups(root))])
+
+
 def control_group_headroom(root: Path) -> int | None:
-    """Bytes this process's control groups still allow; None where nothing limits it.
+    """Bytes this process's control groups still allow; None where nothing limits it."""
+    return min((headroom for headroom, _ in _control_groups(root)), default=None)
+
+
+def _control_groups(root: Path) -> list[tuple[int, int]]:
+    """Headroom and limit, bytes, of every control group with a limit that this process is in.
 
     Limits hold for all that is below them, so every group up to the root counts. Inside a container the path in
     ``/proc/self/cgroup`` may be the host's; the groups that can be seen from here are then the ones above it.
@@ -29,9 +56,9 @@ def control_group_headroom(root: Path) -> int | None:
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
+        return []
     mount = root / "sys/fs/cgroup"
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -47,20 +74,20 @@ def control_group_headroom(root: Path) -> int | None:
         if ".." in group.parts:
             group = PurePosixPath()
         for level in (group, *group.parents):
-            headroom = _headroom(top / level, *files)
-            if headroom is not None:
-                found.append(headroom)
-    return min(found, default=None)
+            group_found = _headroom(top / level, *files)
+            if group_found is not None:
+                found.append(group_found)
+    return found
 
 
-def _headroom(group: Path, limit_file: str, usage_file: str, cache: str) -> int | None:
+def _headroom(group: Path, limit_file: str, usage_file: str, cache: str) -> tuple[int, int] | None:
     try:
         # "max" means no limit; the first version writes a number no machine reaches.
         limit = int((group / limit_file).read_text())
         usage = int((group / usage_file).read_text())
     except (OSError, ValueError):
         return None
-    return max(0, limit - usage + _statistic(group / "memory.stat", cache))
+    return max(0, limit - usage + _statistic(group / "memory.stat", cache)), limit
 
 
 def _statistic(path: Path, name: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import trio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -112,11 +113,27 @@ class ServiceCollector(Collector):
         draining = GaugeMetricFamily("superfluid_draining", "1 while no new work is taken.")
         draining.add_metric([], float(self._service.draining))
         yield draining
+        yield from self._pressure()
         requests = CounterMetricFamily("superfluid_http_requests", "Requests answered.", labels=["route", "status"])
         for (route, status), count in sorted(self._answered.items()):
             requests.add_metric([route, status], count)
         yield requests
         yield InfoMetricFamily("superfluid_build", "The daemon.", {"version": __version__})
+
+    def _pressure(self) -> Iterator[Metric]:
+        watcher = self._service.watcher
+        rung = GaugeMetricFamily("superfluid_os_pressure_rung", "Rung of the memory ladder, 0 (normal) to 5.")
+        rung.add_metric([], float(watcher.rung))
+        level = GaugeMetricFamily("superfluid_os_pressure_level", "-1 unknown, 0 normal, 1 warning, 2 critical.")
+        level.add_metric([], float(watcher.level(trio.current_time())))
+        events = CounterMetricFamily(
+            "superfluid_os_pressure_events",
+            "Events of memory pressure, by whether they were confirmed.",
+            labels=["confirmed"],
+        )
+        events.add_metric(["yes"], watcher.events)
+        events.add_metric(["no"], watcher.false_alarms)
+        yield from (rung, level, events)
 
     def _histogram(self, name: str, attribute: str, text: str) -> Metric:
         family = HistogramMetricFamily(f"superfluid_{name}", text, labels=["model", "class"])

@@ -248,7 +248,7 @@ class Scheduler(Books):
         for record in reversed(self._lanes.in_order()):
             if record.qos is QosClass.BACKGROUND and record.decoding and record.preemptible:
                 self._admission.preempt(record, tick, now, None, "memory is critical")
-                self._effects.append(Paused(record.id, "the machine is out of memory"))
+                self._effects.append(Paused(record.id, "the machine is short of memory"))
 
     def _open(self, ticking: Sequence[Request]) -> bool:
         """A lane is free, or one is about to be: it ends within the tick that a full house would get."""

@@ -133,7 +133,7 @@ def _sentence(entry: Entry, until: float) -> str:
         case "class-paused":
             return f"passed over{times}: an operator has paused the class {entry.qos}"
         case "memory-critical":
-            return f"passed over{times}: the machine is out of memory and gives no lanes to {entry.qos} requests{size}"
+            return f"passed over{times}: memory is short, and no lanes go to {entry.qos} requests{size}"
         case "awaits-prefix":
             return f"waits{times} until {other} has been fed what both their prompts begin with"
         case "admitted":

@@ -6,7 +6,17 @@ from typing import Any, cast
 
 import trio
 
-from superfluidd.control.protocol import ClassView, Explanation, LaneView, ModelView, QueueView, StatusResult
+from superfluidd.control.protocol import (
+    ClassView,
+    Explanation,
+    LaneView,
+    MemoryOwner,
+    MemResult,
+    ModelView,
+    PressureResult,
+    QueueView,
+    StatusResult,
+)
 from superfluidd.daemon.ended import Ended
 from superfluidd.daemon.service import Service
 from superfluidd.errors import UnknownRequest
@@ -92,6 +102,33 @@ STORY = Explanation(
 )
 
 
+PRESSURE = PressureResult(
+    mode="on",
+    source="/proc/pressure/memory trigger",
+    refused=("/sys/fs/cgroup/x/memory.pressure trigger: Permission denied",),
+    level="warning",
+    rung="warning",
+    does="something",
+    since=12.0,
+    some=11.5,
+    full=0.5,
+    events=3,
+    false_alarms=1,
+)
+MEMORY = MemResult(
+    owners=(
+        MemoryOwner("m", "weights", 90 << 20, 90 << 20),
+        MemoryOwner("m", "pool", 512 << 20, 512 << 20),
+        MemoryOwner("m", "host tier", 3 << 19, 1 << 30),
+        MemoryOwner("m", "parked", 7 << 30, 8 << 30, disk=True),
+        MemoryOwner("", "daemon", 52 << 20),
+    ),
+    resident=700 << 20,
+    available=3000 << 20,
+    total=4096 << 20,
+)
+
+
 class FakeService:
     """Answers with the records above; ``idle`` decides when a drain has waited long enough."""
 
@@ -136,6 +173,12 @@ class FakeService:
 
     def set_class_paused(self, qos: str, paused: bool) -> None:
         self.steered.append(("paused", qos, paused))
+
+    def pressure(self) -> PressureResult:
+        return PRESSURE
+
+    def memory(self) -> MemResult:
+        return MEMORY
 
     def drain(self) -> None:
         self.drained = True

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from superfluidd.control import dispatch, protocol
 from superfluidd.control.peer import Peer
 from superfluidd.errors import PermissionDenied
-from tests.control.fakes import LANE, STATUS, WAITING, FakeService
+from tests.control.fakes import LANE, MEMORY, MODEL, PRESSURE, STATUS, WAITING, FakeService
 
 OWNER = 1000
 ME = Peer(OWNER, 99)
@@ -60,6 +60,9 @@ def test_every_row_of_the_method_table_has_a_handler() -> None:
         ("status", {}, STATUS),
         ("lanes", None, protocol.LanesResult((LANE,))),
         ("queue", None, protocol.QueueResult((WAITING,))),
+        ("models", None, protocol.ModelsResult((MODEL,))),
+        ("pressure", None, PRESSURE),
+        ("mem", None, MEMORY),
         ("cancel", {"id": "7"}, protocol.CancelResult((7,))),
         ("drain", None, protocol.DrainResult(1, 1)),
         ("drain", {"wait": False}, protocol.DrainResult(1, 1)),

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from sfctl import render
 from sfctl.render import Cell
-from sfctl.verbs import lifecycle, overview
+from sfctl.verbs import lifecycle, memory, overview
 
 from superfluidd.control.protocol import DrainResult, ModelView
-from tests.control.fakes import MODEL, STATUS
+from tests.control.fakes import MEMORY, MODEL, PRESSURE, STATUS
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,50 @@ def test_a_failed_model_says_why_and_a_draining_daemon_that_it_drains() -> None:
 )
 def test_drain(running: int, queued: int, text: str) -> None:
     assert lifecycle.report(DrainResult(running, queued)) == text
+
+
+def test_memory_has_an_owner_for_every_mebibyte_and_disk_is_none() -> None:
+    assert memory.memory_report(MEMORY, colour=False).splitlines() == [
+        "MODEL  OWNER            MIB  AT MOST",
+        "m      weights           90       90",
+        "m      pool             512      512",
+        "m      host tier        1.5    1,024",
+        "m      parked (disk)  7,168    8,192",
+        "-      daemon            52        -",
+        "       sum              656",
+        "",
+        "resident   700 MiB by the operating system's count",
+        "available  3,000 of 4,096 MiB",
+    ]
+
+
+def test_pressure() -> None:
+    assert memory.pressure_report(PRESSURE, colour=False).splitlines() == [
+        "watch    on: /proc/pressure/memory trigger",
+        "         not /sys/fs/cgroup/x/memory.pressure trigger: Permission denied",
+        "level    warning",
+        "figures  some 11.5 %, full 0.5 % of 10 s",
+        "rung     warning, for 12.0s",
+        "does     something",
+        "events   3, and 1 false alarm",
+    ]
+    dry = msgspec.structs.replace(PRESSURE, mode="dry-run", some=None, full=None, kernel=2, available=0.07)
+    lines = memory.pressure_report(dry, colour=False).splitlines()
+    assert lines[3] == "figures  7% of memory available, kernel level 2"
+    assert lines[5] == "does     something, but for the dry run"
+    nothing = msgspec.structs.replace(PRESSURE, some=None, full=None)
+    assert "figures  none" in memory.pressure_report(nothing, colour=False)
+
+
+@pytest.mark.parametrize(
+    "cut, words",
+    [
+        ("anywhere", "any beginning of a prompt, forks included"),
+        ("window", "whole prefixes only: the model keeps a sliding window"),
+        ("head", "whole prefixes only: the model's state is recurrent"),
+        ("", "-"),
+    ],
+)
+def test_models_say_what_prefixes_they_can_use(cut: str, words: str) -> None:
+    cells = memory.model_row(model(cut=cut, prefixes=3, prefix_hits=7, cached_tokens=12_345))
+    assert [cell.text for cell in cells[7:]] == ["3", "7", "12,345", words]

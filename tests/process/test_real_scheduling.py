@@ -33,6 +33,7 @@ class Stream(threading.Thread):
     def __init__(self, daemon: Daemon, prompt: str, headers: dict[str, str], **fields: Any) -> None:
         super().__init__()
         self.text, self.reason, self.comments, self.prompt_tokens = "", None, list[str](), 0
+        self.output_tokens = 0
         self._daemon, self._headers = daemon, headers
         self._body = {"prompt": prompt, "temperature": 0, "stream": True, "ignore_eos": True, **fields}
         self._body["stream_options"] = {"include_usage": True}
@@ -45,7 +46,11 @@ class Stream(threading.Thread):
                     self.comments.append(line)
                 elif line.startswith("data: {"):
                     chunk = json.loads(line.removeprefix("data: "))
-                    self.prompt_tokens = (chunk["usage"] or {}).get("prompt_tokens", 0)
+                    usage = chunk["usage"] or {}
+                    self.prompt_tokens, self.output_tokens = (
+                        usage.get("prompt_tokens", 0),
+                        usage.get("completion_tokens", 0),
+                    )
                     for choice in chunk["choices"]:
                         self.text += choice["text"]
                         self.reason = choice["finish_reason"] or self.reason

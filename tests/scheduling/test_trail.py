@@ -35,11 +35,11 @@ SAID: tuple[tuple[Entry, str], ...] = (
     ),
     (
         Entry(1.0, 1, "memory-critical", "background"),
-        "passed over: the machine is out of memory and gives no lanes to background requests",
+        "passed over: memory is short, and no lanes go to background requests",
     ),
     (
         Entry(1.0, 1, "memory-critical", "interactive", tokens=2000, count=2, until=2.0),
-        "passed over 2 times, the last time at 1.000 s: the machine is out of memory and gives no lanes to "
+        "passed over 2 times, the last time at 1.000 s: memory is short, and no lanes go to "
         "interactive requests of 2000 tokens",
     ),
     (
