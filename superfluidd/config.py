@@ -152,6 +152,23 @@ OPTIONS: tuple[Option, ...] = (
         maximum=1_048_576.0,
     ),
     Option(
+        "park",
+        "switch",
+        False,
+        "Write the KV of sessions to disk, so that they go on after a restart without being fed again.",
+        "",
+    ),
+    Option("park_dir", "text", None, "Where; by default in $STATE_DIRECTORY or ~/.local/state/superfluidd.", "PATH"),
+    Option(
+        "park_budget_gb",
+        "float",
+        20.0,
+        "GiB of disk space for it, over all models.",
+        "GB",
+        minimum=0.0,
+        maximum=1_048_576.0,
+    ),
+    Option(
         "pressure_high",
         "float",
         85.0,
@@ -348,6 +365,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     prefix_cache: str = "on"
     host_cache_gb: float | None = None
+    park: bool = False
+    park_dir: str | None = None
+    park_budget_gb: float = 20.0
     pressure_high: float = 85.0
     pressure_low: float = 70.0
     os_pressure: Literal["on", "off", "dry-run"] = "on"
@@ -529,6 +549,8 @@ def load(
             "must not be above the high one",
             param="pressure-low",
         )
+    if settings.park and settings.prefix_cache == "off":
+        raise UsageError("park is on and prefix-cache off; what is parked is found as a prefix, so leave it on")
     if settings.class_lanes:
         try:
             parse_caps(settings.class_lanes.split(","), settings.max_batch)

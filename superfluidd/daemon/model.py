@@ -26,7 +26,7 @@ from superfluidd.engine.port import EngineInfo
 from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading
 from superfluidd.scheduling.books import Limits
-from superfluidd.scheduling.kv import Cache
+from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused, Urgency
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.pressure import Rung
@@ -190,6 +190,8 @@ class Model:
             self._scheduler.set_pressure(self._rung)
             self.vocabulary = engine.vocabulary
             self.template = ChatTemplate(info.chat_template, bos=info.bos_text, eos=info.eos_text)
+        self._scheduler.adopt_parked(msgspec.structs.astuple(parked) for parked in engine.parked)
+        engine.on_sealed = self._note_sealed
         self._info = info
         self._engine = engine
         self._set_state("ready")
@@ -472,6 +474,18 @@ class Model:
         self._wakeup.set()
         self._interrupt_if_stale()
 
+    def _note_sealed(self, key: str, size: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.sealed(key, size)
+            self._set_state(self.state)  # whoever waits for it looks again
+            self._wakeup.set()
+
+    async def wait_parked(self) -> None:
+        """Return once everything that is to be on disk is there, or the engine is gone."""
+        while self._engine is not None and self._scheduler is not None and self._scheduler.parking:
+            self._wakeup.set()
+            await self._changed.wait()
+
     async def wait_idle(self) -> None:
         """Return once nothing is queued or running."""
         while self._live:
@@ -573,6 +587,11 @@ class Model:
             evictions=stats.kv.evictions if stats else 0,
             exports=stats.kv.exports if stats else 0,
             imports=stats.kv.imports if stats else 0,
+            parks=stats.kv.parks if stats else 0,
+            recalls=stats.kv.recalls if stats else 0,
+            parked=stats.kv.parked_entries if stats else 0,
+            parked_bytes=stats.kv.parked_bytes if stats else 0,
+            parked_limit_bytes=self._cache.park_bytes,
             prefixes=stats.kv.entries if stats else 0,
             host_prefixes=stats.kv.host_entries if stats else 0,
             host_bytes=stats.kv.host_bytes if stats else 0,

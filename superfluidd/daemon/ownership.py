@@ -45,4 +45,5 @@ def _of_model(model: Model, worker: int) -> list[MemoryOwner]:
     ]
     # Weights are mapped, and pages of them that were not used lately may not be in memory: never less than nothing.
     rest = max(0, worker - sum(part.size for part in parts))
-    return [*parts, MemoryOwner(view.name, "worker", rest)]
+    parked = MemoryOwner(view.name, "parked", view.parked_bytes, view.parked_limit_bytes, disk=True)
+    return [*parts, MemoryOwner(view.name, "worker", rest), *([parked] if view.parked_limit_bytes else [])]

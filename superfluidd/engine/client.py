@@ -15,6 +15,7 @@ import trio
 
 from superfluidd.engine import wire
 from superfluidd.engine.framing import BadFrame, FrameDecoder, FrameEncoder
+from superfluidd.engine.parking import Parked
 from superfluidd.engine.port import EngineInfo
 from superfluidd.errors import EngineFault
 from superfluidd.scheduling.plan import OutOfOrder, Plan, TickReport
@@ -49,6 +50,10 @@ class Engine(Protocol):
     vocabulary: Vocabulary
     pid: int
     lost: EngineLost | None
+    parked: tuple[Parked, ...]
+    """What was found on disk when it started."""
+    on_sealed: Callable[[str, int], None]
+    """To be set by whoever wants to know what became of a :class:`~superfluidd.scheduling.plan.Park`."""
 
     async def tick(
         self, plan: Plan, on_step: Callable[[wire.StepDone], None], on_sent: Callable[[], None] = _nothing
@@ -102,6 +107,8 @@ class WorkerEngine:
     def __init__(self, argv: list[str], on_lost: Callable[[], None], on_progress: Callable[[float], None]) -> None:
         self.pid = 0
         self.lost: EngineLost | None = None
+        self.parked: tuple[Parked, ...] = ()
+        self.on_sealed: Callable[[str, int], None] = lambda key, size: None
         self._argv = argv
         self._on_lost = on_lost
         self._on_progress = on_progress
@@ -226,11 +233,13 @@ class WorkerEngine:
                     self.vocabulary = Vocabulary(message.pieces, message.ends)
                 except ValueError as error:
                     raise BadFrame(f"its vocabulary is broken: {error}") from error
-                self.info = message.info
+                self.info, self.parked = message.info, message.parked
                 self._greeted.set()
             case wire.Refused():
                 self._greeting = LoadRefused(message.message)
                 self._greeted.set()
+            case wire.Sealed():
+                self.on_sealed(message.key, message.size)
             case wire.Fatal():
                 self._fatal = message.message
                 log.error("worker %d: %s", self.pid, message.message)

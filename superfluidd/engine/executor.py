@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from superfluidd.engine.parking import Store
 from superfluidd.engine.port import Choice, Draw, EngineError, Feed, Runtime, StepAbandoned
 from superfluidd.engine.threads import FixedThreads, ThreadPolicy
 from superfluidd.engine.wire import StepDone, TokenOut
@@ -24,17 +25,24 @@ from superfluidd.scheduling.plan import (
     Cut,
     Discard,
     Export,
+    Forget,
     Free,
     Import,
     KvOp,
     LaneFault,
+    Park,
     Plan,
+    Recall,
     TickReport,
     Timing,
 )
 from superfluidd.types import RequestId
 
 log = logging.getLogger(__name__)
+
+
+Elsewhere = Export | Discard | Park | Forget
+"""What changes no sequence."""
 
 
 class BadPlan(Exception):
@@ -103,10 +111,12 @@ class Executor:
     Args:
         runtime: computes.
         threads: chooses compute threads step by step; by default nothing is changed.
+        store: keeps what is parked; without one nothing can be.
     """
 
-    def __init__(self, runtime: Runtime, threads: ThreadPolicy | None = None) -> None:
+    def __init__(self, runtime: Runtime, threads: ThreadPolicy | None = None, store: Store | None = None) -> None:
         self._runtime = runtime
+        self._store = store
         self._threads = threads or FixedThreads()
         self._lanes: dict[RequestId, _Lane] = {}
         self._saved: dict[int, _Saved] = {}
@@ -191,14 +201,14 @@ class Executor:
             raise BadPlan(f"tick {plan.tick} names requests {strangers} that have no lane")
         held = {lane.sequence for request, lane in self._lanes.items() if request not in retired}
         taken = [seat.sequence for seat in plan.admit]
-        changed = {op.sequence for op in plan.kv if not isinstance(op, Export | Discard)}
+        changed = {op.sequence for op in plan.kv if not isinstance(op, Elsewhere)}
         if len(set(taken)) != len(taken) or held & (set(taken) | changed):
             raise BadPlan(f"tick {plan.tick} uses a sequence twice")
         named_sequences = {*taken, *changed, *_sources(plan.kv)}
         outside = sorted(number for number in named_sequences if not 0 <= number < self._runtime.info.sequences)
         if outside:
             raise BadPlan(f"tick {plan.tick} names sequences {outside} that do not exist")
-        if any(isinstance(op, Cut | Copy | Import) and op.length < 1 for op in plan.kv):
+        if any(isinstance(op, Cut | Copy | Import | Recall) and op.length < 1 for op in plan.kv):
             raise BadPlan(f"tick {plan.tick} wants less than one token in a sequence")
         unfed = {request: len(lane.tokens) - lane.fed for request, lane in self._lanes.items()}
         for seat in plan.admit:
@@ -245,16 +255,16 @@ class Executor:
             match op:
                 case Free():
                     lengths[op.sequence] = 0
-                case Cut() | Copy() | Import():
+                case Cut() | Copy() | Import() | Recall():
                     lengths[op.sequence] = op.length
-                case Export() | Discard():
+                case Export() | Discard() | Park() | Forget():
                     pass
         return lengths
 
     def _move(self, op: KvOp, tally: _Tally) -> None:
         """Do one thing with KV. What cannot be done leaves its sequence empty, or nothing saved, and is reported."""
         runtime = self._runtime
-        if not isinstance(op, Export | Discard):
+        if not isinstance(op, Elsewhere):
             tally.emptied.pop(op.sequence, None)
         try:
             match op:
@@ -278,13 +288,36 @@ class Executor:
                     tally.exported.append((op.blob, len(state)))
                 case Discard():
                     self._saved.pop(op.blob, None)
+                case Park():
+                    self._park(op)
+                case Recall():
+                    runtime.free(op.sequence)
+                    if self._store is None:
+                        raise EngineError("nothing is parked")
+                    runtime.restore(op.sequence, self._store.recall(op.key, op.length), op.length)
+                case Forget():
+                    if self._store is not None:
+                        self._store.forget(op.key)
         except (EngineError, MemoryError, OverflowError) as error:
             log.warning("KV is computed again: %s", error)
             if isinstance(op, Export):
                 tally.exported.append((op.blob, 0))
-            elif not isinstance(op, Discard):
+            elif isinstance(op, Park) and self._store is not None:
+                self._store.refuse(op.key)
+            elif not isinstance(op, Elsewhere):
                 runtime.free(op.sequence)
                 tally.emptied[op.sequence] = None
+
+    def _park(self, op: Park) -> None:
+        if self._store is None:
+            raise EngineError("there is nowhere to park")
+        if op.blob:
+            saved = self._saved.get(op.blob)
+            if saved is None:
+                raise EngineError(f"there is no state {op.blob} to park")
+            self._store.seal(op.key, op.tokens, saved.state)
+        else:
+            self._store.seal(op.key, op.tokens, self._runtime.export(op.sequence))
 
     def _cached(self, seat: Admit, tally: _Tally) -> int:
         """How many tokens of a seat its sequence really holds: what was promised, or none."""
@@ -404,4 +437,5 @@ class Executor:
 
 
 def _sources(ops: Sequence[KvOp]) -> set[int]:
-    return {op.source for op in ops if isinstance(op, Copy)} | {op.sequence for op in ops if isinstance(op, Export)}
+    read = {op.sequence for op in ops if isinstance(op, Export) or (isinstance(op, Park) and not op.blob)}
+    return {op.source for op in ops if isinstance(op, Copy)} | read

@@ -8,12 +8,14 @@ long call must not be the daemon's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import trio
 
 from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
 from superfluidd.engine.executor import Executor, StepStarting
+from superfluidd.engine.parking import Parked, Store, identity
 from superfluidd.engine.port import Runtime
 from superfluidd.engine.wire import StepDone
 from superfluidd.scheduling.plan import Plan, TickReport
@@ -27,19 +29,22 @@ class VirtualRuntime(Runtime, Protocol):
         """What a step of that many tokens in so many lanes will cost."""
 
 
-def inprocess_starter(make: Callable[[], VirtualRuntime], load_seconds: float = 0.0) -> StartEngine:
+def inprocess_starter(
+    make: Callable[[], VirtualRuntime], load_seconds: float = 0.0, park: Path | None = None
+) -> StartEngine:
     """A starter of in-process engines.
 
     Args:
         make: makes a fresh runtime, every time one is started.
         load_seconds: how long loading takes.
+        park: directory for KV on disk, if any.
     """
 
     async def start(
         nursery: trio.Nursery, on_lost: Callable[[], None], on_progress: Callable[[float], None]
     ) -> Engine | LoadRefused | EngineLost:
         await trio.sleep(load_seconds)
-        return InProcessEngine(make(), on_lost)
+        return InProcessEngine(make(), on_lost, park)
 
     return start
 
@@ -50,16 +55,23 @@ class InProcessEngine:
     Args:
         runtime: keeps a virtual clock of its own.
         on_lost: called by :meth:`die`.
+        park: directory for KV on disk, if any.
     """
 
     pid = 0
 
-    def __init__(self, runtime: VirtualRuntime, on_lost: Callable[[], None]) -> None:
+    def __init__(self, runtime: VirtualRuntime, on_lost: Callable[[], None], park: Path | None = None) -> None:
         self.info = runtime.info
+        self.on_sealed: Callable[[str, int], None] = lambda key, size: None
+        self._store = None
+        if park is not None:
+            known = identity(Path(), runtime.info)
+            self._store = Store(park, known, lambda key, size: self.on_sealed(key, size), threaded=False)
+        self.parked: tuple[Parked, ...] = self._store.scan() if self._store is not None else ()
         self.vocabulary = Vocabulary(*Vocabulary.pack(runtime.pieces()))
         self.lost: EngineLost | None = None
         self._runtime = runtime
-        self._executor = Executor(runtime)
+        self._executor = Executor(runtime, store=self._store)
         self._on_lost = on_lost
         self._interrupted = 0
         self._step = trio.CancelScope()
@@ -110,10 +122,14 @@ class InProcessEngine:
     async def close(self, grace: float) -> None:
         """See :class:`~superfluidd.engine.client.Engine`."""
         await trio.lowlevel.checkpoint()
+        if self._store is not None:
+            self._store.close()
         self._runtime.close()
 
     def die(self, why: str) -> None:
         """End as a worker that is killed does: at once, with everything it held."""
         self.lost = EngineLost(why)
+        if self._store is not None:
+            self._store.close()
         self._death.cancel()
         self._on_lost()

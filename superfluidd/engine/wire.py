@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
+from superfluidd.engine.parking import Parked
 from superfluidd.engine.port import EngineInfo
 from superfluidd.scheduling.plan import Plan, TickReport
 from superfluidd.types import RequestId, TokenLogprob
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a message changes its meaning. Both ends must agree."""
 
 
@@ -29,6 +30,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
         cells: cells of the shared pool; ignored per-sequence.
         threads: compute threads at most; 0 lets the worker count the machine's cores.
         micro_batch: largest prefill micro-batch.
+        park: directory for this model's KV on disk; empty for none.
         simulated_speed: divides the simulated runtime's costs; 1 is its nominal machine.
     """
 
@@ -42,6 +44,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     micro_batch: int = 512
     simulated_speed: float = 1.0
     spare: int = 0
+    park: str = ""
 
 
 # -- daemon to worker ---------------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The model is loaded.
 
     ``pieces`` is the text of all tokens joined; token ``i`` is ``pieces[ends[i-1]:ends[i]]`` where ``ends`` is an
-    array of little-endian 32-bit integers.
+    array of little-endian 32-bit integers. ``parked`` is what was found on disk, longest unused first.
     """
 
     protocol: int
@@ -111,6 +114,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     info: EngineInfo
     pieces: bytes
     ends: bytes
+    parked: tuple[Parked, ...] = ()
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
@@ -158,10 +162,17 @@ class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
     error: str = ""
 
 
+class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+    """What was to be parked under a key is safe on disk, where it takes so many bytes; or (0) it could not be."""
+
+    key: str
+    size: int
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The worker cannot go on and exits."""
 
     message: str
 
 
-FromWorker = Loading | Refused | Hello | StepDone | TickDone | Tokenized | Fatal
+FromWorker = Loading | Refused | Hello | StepDone | TickDone | Tokenized | Sealed | Fatal

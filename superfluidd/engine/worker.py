@@ -18,14 +18,16 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
 from superfluidd import logs
-from superfluidd.engine import wire
+from superfluidd.engine import parking, wire
 from superfluidd.engine.executor import Executor, StepStarting
 from superfluidd.engine.framing import BadFrame, FrameDecoder, FrameEncoder
 from superfluidd.engine.neighbours import Neighbours
+from superfluidd.engine.parking import Store
 from superfluidd.engine.port import EngineError, LoadFailed, Runtime
 from superfluidd.engine.threads import FixedThreads, MeasuredThreads
 from superfluidd.scheduling.plan import Plan
@@ -116,13 +118,16 @@ class _Worker:
         except LoadFailed as error:
             self._send(wire.Refused(str(error)))
             return 1
+        store = self._open_store(runtime, first.spec)
         try:
-            return self._serve(runtime, first.spec)
+            return self._serve(runtime, store)
         except Exception as error:
             log.exception("the worker cannot go on")
             self._send(wire.Fatal(f"{type(error).__name__}: {error}"))
             return 1
         finally:
+            if store is not None:
+                store.close()
             with self._vocabulary_lock:  # a text may be on its way through the vocabulary
                 runtime.close()
 
@@ -147,14 +152,28 @@ class _Worker:
             return LlamaCppRuntime(spec, progress)
         raise LoadFailed(f"this worker knows no engine called {spec.runtime!r}")
 
-    def _serve(self, runtime: Runtime, spec: wire.LoadSpec) -> int:
+    def _open_store(self, runtime: Runtime, spec: wire.LoadSpec) -> Store | None:
+        """Where KV is parked. Without it the model is served all the same."""
+        if not spec.park:
+            return None
+        try:
+            known = parking.identity(Path(spec.path), runtime.info)
+            return Store(Path(spec.park), known, lambda key, size: self._send(wire.Sealed(key, size)))
+        except OSError as error:
+            held = isinstance(error, BlockingIOError)
+            why = "another process parks there" if held else error.strerror or str(error)
+            log.warning("nothing is parked: %s: %s", spec.park, why)
+            return None
+
+    def _serve(self, runtime: Runtime, store: Store | None) -> int:
         pieces, ends = Vocabulary.pack(runtime.pieces())
-        self._send(wire.Hello(wire.PROTOCOL, os.getpid(), runtime.info, pieces, ends))
+        parked = store.scan() if store is not None else ()
+        self._send(wire.Hello(wire.PROTOCOL, os.getpid(), runtime.info, pieces, ends, parked))
         self._runtime = runtime
         threading.Thread(target=self._tokenize, args=(runtime,), name="tokenizer", daemon=True).start()
         most = runtime.info.threads
         threads = MeasuredThreads(most, Neighbours().cores) if most else FixedThreads()
-        executor = Executor(runtime, threads)
+        executor = Executor(runtime, threads, store)
         while True:
             message = self._work.get()
             if not isinstance(message, wire.Tick):

@@ -10,8 +10,9 @@ import msgspec
 
 from superfluidd.scheduling import budget
 from superfluidd.scheduling.admission import Admission
-from superfluidd.scheduling.kv import Cache, Kv
-from superfluidd.scheduling.kv import Entry as KvEntry
+from superfluidd.scheduling.entries import Cache
+from superfluidd.scheduling.entries import Entry as KvEntry
+from superfluidd.scheduling.kv import Kv
 from superfluidd.scheduling.lanes import Lanes
 from superfluidd.scheduling.plan import Effect, OutOfOrder, Plan, Urgency
 from superfluidd.scheduling.policy import Policy

@@ -83,7 +83,31 @@ class Discard(msgspec.Struct, frozen=True, tag="discard", array_like=True):
     blob: int
 
 
-KvOp = Free | Cut | Copy | Export | Import | Discard
+class Park(msgspec.Struct, frozen=True, tag="park", array_like=True):
+    """Write KV to disk under a key, together with its token ids (packed, 32 bits each): that of ``sequence``, or what
+    is saved as ``blob``. How that went is told whenever it is over."""
+
+    key: str
+    tokens: bytes
+    sequence: int = -1
+    blob: int = 0
+
+
+class Recall(msgspec.Struct, frozen=True, tag="recall", array_like=True):
+    """Make an empty sequence hold the first ``length`` tokens of what was parked under a key, which stays parked."""
+
+    key: str
+    sequence: int
+    length: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget", array_like=True):
+    """Remove what was parked under a key."""
+
+    key: str
+
+
+KvOp = Free | Cut | Copy | Export | Import | Discard | Park | Recall | Forget
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ See the package docstring for how it is driven and which rules it keeps.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from superfluidd.errors import ContextLengthExceeded
 from superfluidd.scheduling import budget, planner
@@ -20,6 +20,7 @@ from superfluidd.scheduling.plan import (
     Paused,
     Plan,
     Prefill,
+    Recall,
     TickReport,
 )
 from superfluidd.scheduling.pressure import Rung
@@ -220,6 +221,7 @@ class Scheduler(Books):
         admit, lost = admission.admit(tick, now, self._admit_at_most)
         self._effects += [Paused(record.id, "preempted by more urgent work") for record in lost]
         seated = self._lanes.in_order()
+        self._kv.park_next(idle=not seated)
         if not seated and not admission.retire and not self._kv.ops:
             return None
         ticking, exact = self._turns.take(seated)
@@ -391,6 +393,8 @@ class Scheduler(Books):
         for op in plan.kv:
             if isinstance(op, Import) and op.sequence in emptied:
                 self._kv.unreadable(op.blob)
+            if isinstance(op, Recall) and op.sequence in emptied:
+                self._kv.unrecallable(op.key)
         for sequence in report.emptied:
             self._kv.emptied(sequence)
         for record in self._lanes.in_order():
@@ -440,6 +444,20 @@ class Scheduler(Books):
         self._cells_used = 0
         self._counters.engine_computed = 0
         return [Paused(record.id, "the engine is being restarted") for record in records]
+
+    def adopt_parked(self, found: Iterable[tuple[str, bytes, int]]) -> None:
+        """What an engine that was just started has found on disk: (key, packed token ids, bytes), longest unused
+        first."""
+        self._kv.adopt(found)
+
+    def sealed(self, key: str, size: int) -> None:
+        """Something has been written to disk, or (0 bytes) could not be."""
+        self._kv.sealed(key, size)
+
+    @property
+    def parking(self) -> bool:
+        """Something is being written to disk, or will be once nothing else is to do."""
+        return self._kv.parking
 
     def take_effects(self) -> list[Effect]:
         """What plans have done to requests since this was last asked."""

@@ -35,6 +35,8 @@ class Counters:
     evictions: int = 0
     exports: int = 0
     imports: int = 0
+    parks: int = 0
+    recalls: int = 0
     engine_computed: int = 0
     """What the running engine had counted at its latest report."""
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
@@ -60,7 +62,9 @@ class KvStatistics(msgspec.Struct, frozen=True):
             to feed.
         evictions: entries that had to leave the pool.
         exports, imports: KV saved in host memory, and brought back.
-        entries: prefixes held now, ``host_entries`` of them in host memory, where they take ``host_bytes``.
+        parks, recalls: KV written to disk, and brought back.
+        entries: prefixes held now, ``host_entries`` of them in host memory, where they take ``host_bytes``,
+            ``parked_entries`` on disk, where they take ``parked_bytes``.
     """
 
     hits: int = 0
@@ -71,6 +75,10 @@ class KvStatistics(msgspec.Struct, frozen=True):
     entries: int = 0
     host_entries: int = 0
     host_bytes: int = 0
+    parks: int = 0
+    recalls: int = 0
+    parked_entries: int = 0
+    parked_bytes: int = 0
 
 
 class Statistics(msgspec.Struct, frozen=True):

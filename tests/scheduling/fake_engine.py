@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from superfluidd.scheduling.books import Limits
+from superfluidd.scheduling.entries import key_of, pack
 from superfluidd.scheduling.plan import (
     Copy,
     Cut,
     Discard,
     Export,
+    Forget,
     Free,
     Import,
     KvOp,
+    Park,
     Plan,
+    Recall,
     TickReport,
     Timing,
 )
@@ -64,6 +68,9 @@ class FakeEngine:
         self.decoded: dict[int, int] = {}
         self.abandoned: dict[int, int] = {}
         self.blobs: dict[int, list[int]] = {}
+        self.disk: dict[str, list[int]] = {}
+        self.sealed: list[tuple[str, int]] = []
+        """What has been written since the scheduler was last told."""
         self.emptied: list[int] = []
         self.exported: list[tuple[int, int]] = []
         self.faulty = False
@@ -107,13 +114,15 @@ class FakeEngine:
                     lengths[sequence] = 0
                 case Cut(sequence, length) | Copy(_, sequence, length) | Import(_, sequence, length):
                     lengths[sequence] = length
-                case Export() | Discard():
+                case Recall(_, sequence, length):
+                    lengths[sequence] = length
+                case Export() | Discard() | Park() | Forget():
                     pass
         return lengths
 
     def _move(self, op: KvOp) -> None:
         running = {sequence for sequence, _ in self.lanes.values()}
-        if not isinstance(op, Discard | Export):
+        if not isinstance(op, Discard | Export | Park | Forget):
             assert op.sequence not in running, "changed under a running lane"
             if op.sequence in self.emptied:
                 self.emptied.remove(op.sequence)
@@ -139,6 +148,17 @@ class FakeEngine:
             case Discard(blob):
                 assert blob in self.blobs or self.faulty, "forgotten twice"
                 self.blobs.pop(blob, None)
+            case Park(key, tokens, sequence, blob):
+                held = self.blobs.get(blob, []) if blob else self.sequences[sequence]
+                fails = fails or (self.faulty and key_of(pack(held)) != key)
+                assert fails or (pack(held) == tokens and key == key_of(tokens)), "parked under another's name"
+                if not fails:
+                    self.disk[key] = list(held)
+                self.sealed.append((key, 0 if fails else CELL_BYTES * len(held)))
+            case Recall(key, sequence, length):
+                self._fill(sequence, self.disk.get(key, []), length, fails=fails)
+            case Forget(key):
+                self.disk.pop(key, None)
         assert not self.limits.shared or self.cells_used <= self.limits.cells
 
     def _fill(self, sequence: int, tokens: list[int], length: int, *, fails: bool) -> None:
@@ -151,10 +171,14 @@ class FakeEngine:
 
     def fails(self, op: KvOp) -> bool:
         """Whether this cannot be done; random lives let some fail."""
-        if not self.faulty or isinstance(op, Free | Cut | Discard):
+        if not self.faulty or isinstance(op, Free | Cut | Discard | Forget):
             return False
         self.moves += 1
         return self.moves % 3 == 0
+
+    def parked(self) -> list[tuple[str, bytes, int]]:
+        """What the next engine finds on disk."""
+        return [(key, pack(tokens), CELL_BYTES * len(tokens)) for key, tokens in self.disk.items()]
 
     def run(self, plan: Plan) -> Iterator[tuple[int, int, int, bool] | None]:
         """Yields (request, position, token, end) for every token, and None after every step."""

@@ -13,8 +13,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from superfluidd.scheduling.books import Limits
-from superfluidd.scheduling.kv import Cache, pack
-from superfluidd.scheduling.plan import Copy, Cut, Export, Finished, Import, Paused, Plan, Urgency
+from superfluidd.scheduling.entries import Cache, pack
+from superfluidd.scheduling.plan import (
+    Copy,
+    Cut,
+    Export,
+    Finished,
+    Forget,
+    Import,
+    Park,
+    Paused,
+    Plan,
+    Recall,
+    Urgency,
+)
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.request import Phase
@@ -29,10 +41,14 @@ WHOLE_ONLY = Cache(
     enabled=True, cut="head", host_bytes=1000 * CELL_BYTES, cell_bytes=CELL_BYTES, least=3, high=0.5, low=0.25
 )
 
+PARKING = msgspec.structs.replace(CACHE, park_bytes=150 * CELL_BYTES, park_least=4)
+
 LIMITS = st.sampled_from(
     [
         Limits(lanes=3, shared=False, cells=200, sequences=5, window=40, max_step=16, abandons=True, cache=CACHE),
         Limits(lanes=2, shared=False, cells=80, sequences=2, window=40, max_step=16, cache=CACHE),
+        Limits(lanes=2, shared=False, cells=120, sequences=3, window=40, max_step=16, abandons=True, cache=PARKING),
+        Limits(lanes=3, shared=True, cells=90, sequences=6, window=64, max_step=8, cache=PARKING),
         Limits(lanes=3, shared=True, cells=90, sequences=6, window=64, max_step=8, abandons=True, cache=CACHE),
         Limits(lanes=3, shared=False, cells=160, sequences=4, window=40, max_step=16, cache=WHOLE_ONLY),
         Limits(lanes=1, shared=False, cells=40, sequences=1, window=40, max_step=8),
@@ -204,6 +220,12 @@ class Lives(RuleBasedStateMachine):
             if len(prompt) <= self.scheduler.window:
                 self.arrive(qos, prompt, 3)
 
+    @rule()
+    def the_disk_is_done(self) -> None:
+        for key, size in self.engine.sealed:
+            self.scheduler.sealed(key, size)
+        self.engine.sealed.clear()
+
     @rule(faulty=st.booleans())
     def moves_fail(self, faulty: bool) -> None:
         self.engine.faulty = self.engine.faulty or faulty
@@ -237,7 +259,7 @@ class Lives(RuleBasedStateMachine):
         if self.engine.seat(plan):
             raise AssertionError("the books promised what the engine does not have")
         for op in plan.kv:
-            if isinstance(op, Copy | Cut | Export | Import):
+            if isinstance(op, Copy | Cut | Export | Import | Park | Recall | Forget):
                 note(type(op).__name__)
         if self.engine.emptied:
             note("a move failed")
@@ -267,9 +289,10 @@ class Lives(RuleBasedStateMachine):
                 self.ended[request] = FinishReason.STOP if end else FinishReason.LENGTH
         if die_after is not None:
             note("died")
-            faulty, self.engine = self.engine.faulty, FakeEngine(self.limits)
-            self.engine.faulty = faulty
+            dead, self.engine = self.engine, FakeEngine(self.limits)
+            self.engine.faulty, self.engine.disk = dead.faulty, dead.disk
             self._take(self.scheduler.engine_lost(self.now))
+            self.scheduler.adopt_parked(self.engine.parked())
         else:
             if self.engine.abandoned:
                 note("abandoned")

@@ -62,7 +62,21 @@ class World:
         report = self.engine.report(plan, "stopped" if self.engine.abandoned else outcome)
         report = msgspec.structs.replace(report, timing=timing or Timing(1, 1, 0.01, 64, 0.1))
         self.scheduler.apply(report, self.now)
+        self.tell()
         return report
+
+    def tell(self) -> None:
+        """The writer of the disk is done."""
+        for key, size in self.engine.sealed:
+            self.scheduler.sealed(key, size)
+        self.engine.sealed.clear()
+
+    def restart(self) -> None:
+        """The engine dies, and another one finds what was parked."""
+        engine, self.engine = self.engine, FakeEngine(self.scheduler.limits, ends=False)
+        self.scheduler.engine_lost(self.now)
+        self.engine.disk = engine.disk
+        self.scheduler.adopt_parked(self.engine.parked())
 
     def tick(self, steps: int | None = None, timing: Timing | None = None) -> Plan:
         plan = self.plan()
