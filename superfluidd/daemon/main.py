@@ -107,8 +107,7 @@ async def _drain(service: Service) -> None:
         log.warning("the drain timeout of %g s is over; ending what still runs", service.settings.drain_timeout)
     service.abort_all("the server is shutting down", "shutting_down")
     with trio.move_on_after(PARK_GRACE):
-        for model in service.models.values():
-            await model.wait_parked()
+        await service.wait_parked()
 
 
 def _address(web: socket.socket) -> str:

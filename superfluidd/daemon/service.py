@@ -154,6 +154,11 @@ class Service:
         for model in self.models.values():
             await model.wait_idle()
 
+    async def wait_parked(self) -> None:
+        """Return once everything that is to be on disk is there."""
+        for model in self.models.values():
+            await model.wait_parked()
+
     def abort_all(self, why: str, code: str) -> None:
         """Cancel everything that is queued or running."""
         for model in self.models.values():
