@@ -187,6 +187,15 @@ OPTIONS: tuple[Option, ...] = (
         maximum=100.0,
     ),
     Option(
+        "pin_budget_pct",
+        "float",
+        50.0,
+        "Percent of the KV pool that may be pinned; 0 is none.",
+        "PCT",
+        minimum=0.0,
+        maximum=100.0,
+    ),
+    Option(
         "os_pressure",
         "choice",
         "on",
@@ -370,6 +379,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     park_budget_gb: float = 20.0
     pressure_high: float = 85.0
     pressure_low: float = 70.0
+    pin_budget_pct: float = 50.0
     os_pressure: Literal["on", "off", "dry-run"] = "on"
     os_pressure_hold: float = 30.0
     max_tokens: int | None = None

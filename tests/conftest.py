@@ -20,6 +20,7 @@ from superfluidd.engine.client import StartEngine
 from superfluidd.engine.inprocess import InProcessEngine, inprocess_starter
 from superfluidd.engine.runtimes.simulated import SimulatedRuntime
 from superfluidd.engine.wire import LoadSpec
+from superfluidd.scheduling.entries import Cache
 
 
 def simulated_spec(
@@ -55,11 +56,19 @@ def simulated() -> Simulated:
 
 
 @pytest.fixture
-async def service(nursery: trio.Nursery, autojump_clock: Any, simulated: Simulated) -> AsyncIterator[Service]:
+def cache() -> Cache | None:
+    """How the model keeps KV; by default not at all, so that every request costs what it costs."""
+    return None
+
+
+@pytest.fixture
+async def service(
+    nursery: trio.Nursery, autojump_clock: Any, simulated: Simulated, cache: Cache | None
+) -> AsyncIterator[Service]:
     """A service with one model called ``simulated``, on virtual time."""
     clock = trio.lowlevel.current_clock()
     assert isinstance(clock, MockClock), "pytest-trio takes a clock from the test's own arguments: add autojump_clock"
-    model = Model("simulated", "", simulated.start, itertools.count(1))
+    model = Model("simulated", "", simulated.start, itertools.count(1), cache=cache)
     await nursery.start(model.run)
     yield Service(Settings(engine="simulated", temperature=0.0), {"simulated": model})
     nursery.cancel_scope.cancel()

@@ -13,12 +13,19 @@ from pathlib import Path
 from sfctl.client import Client
 from sfctl.errors import CommandError
 from sfctl.render import wants_colour
-from sfctl.verbs import classes, lifecycle, memory, overview, requests
+from sfctl.verbs import classes, lifecycle, memory, overview, pins, requests
 from sfctl.verbs.verb import Context, Verb
 from superfluidd import __version__
 from superfluidd.control import paths
 
-VERBS: tuple[Verb, ...] = (*overview.VERBS, *requests.VERBS, *classes.VERBS, *memory.VERBS, *lifecycle.VERBS)
+VERBS: tuple[Verb, ...] = (
+    *overview.VERBS,
+    *requests.VERBS,
+    *classes.VERBS,
+    *memory.VERBS,
+    *pins.VERBS,
+    *lifecycle.VERBS,
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -98,6 +98,20 @@ async def _mem(service: Service, _: protocol.NoParams) -> msgspec.Struct:
     return service.memory()
 
 
+async def _pins(service: Service, _: protocol.NoParams) -> msgspec.Struct:
+    return service.pins()
+
+
+async def _pin(service: Service, params: protocol.PinParams) -> msgspec.Struct:
+    service.pin(params.id, params.ttl)
+    return service.pins()
+
+
+async def _unpin(service: Service, params: protocol.UnpinParams) -> msgspec.Struct:
+    service.unpin(params.id)
+    return service.pins()
+
+
 HANDLERS: Mapping[str, Handler] = {
     "status": _status,
     "lanes": _lanes,
@@ -114,6 +128,9 @@ HANDLERS: Mapping[str, Handler] = {
     "models": _models,
     "pressure": _pressure,
     "mem": _mem,
+    "pins": _pins,
+    "pin": _pin,
+    "unpin": _unpin,
 }
 """What each row of the method table does."""
 

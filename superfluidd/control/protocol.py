@@ -96,6 +96,8 @@ class ModelView(msgspec.Struct, frozen=True):
             ``host_limit_bytes``.
         parks, recalls: KV written to disk, and brought back; ``parked``: prefixes there, which take ``parked_bytes`` of
             ``parked_limit_bytes``.
+        pins: prefixes that are pinned, with ``pinned_tokens`` in all; ``pins_yielded``: times that one had to leave the
+            pool or lost its pin to a newer one; ``pins_expired``: times that one's time was over.
         cut: what prefixes can be used: ``anywhere`` (any beginning), ``window`` or ``head`` (only whole ones).
     """
 
@@ -152,6 +154,10 @@ class ModelView(msgspec.Struct, frozen=True):
     parked: int = 0
     parked_bytes: int = 0
     parked_limit_bytes: int = 0
+    pins: int = 0
+    pinned_tokens: int = 0
+    pins_yielded: int = 0
+    pins_expired: int = 0
 
 
 class StatusResult(msgspec.Struct, frozen=True):
@@ -322,6 +328,52 @@ class SetQosResult(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
+class PinParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``id``: as for ``explain``; ``ttl``: seconds that the pin lasts, null for no end."""
+
+    id: str
+    ttl: float | None = None
+
+
+class UnpinParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``id``: as for ``explain``, or a number from ``pins``."""
+
+    id: str
+
+
+class PinView(msgspec.Struct, frozen=True):
+    """KV that an operator wants kept.
+
+    Attributes:
+        requests: those that have fed it, oldest first; ``origin``: the last one's ``x-request-id``, if it is known.
+        tokens: how much it is; ``left``: seconds until it expires, null for never.
+        place: ``pool``, ``host memory`` or ``disk``; ``running`` or ``waiting`` if the last request has not ended yet.
+    """
+
+    model: str
+    requests: tuple[int, ...]
+    origin: str
+    tokens: int
+    place: str
+    left: float | None
+
+
+class PinBudget(msgspec.Struct, frozen=True):
+    """What may be pinned of a model's pool, and what is: tokens."""
+
+    model: str
+    pinned: int
+    most: int
+
+
+class PinsResult(msgspec.Struct, frozen=True):
+    """Every pin, by model, oldest first: the answer of ``pins`` and of everything that changes them."""
+
+    pins: tuple[PinView, ...]
+    budgets: tuple[PinBudget, ...]
+    schema: int = SCHEMA
+
+
 class ExplainParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``id``: as for ``cancel``; a request that has ended is known for a while."""
 
@@ -408,6 +460,9 @@ METHODS: tuple[Method, ...] = (
     Method("models", NoParams, ModelsResult, "observer"),
     Method("pressure", NoParams, PressureResult, "observer"),
     Method("mem", NoParams, MemResult, "observer"),
+    Method("pins", NoParams, PinsResult, "observer"),
+    Method("pin", PinParams, PinsResult, "admin"),
+    Method("unpin", UnpinParams, PinsResult, "admin"),
 )
 
 

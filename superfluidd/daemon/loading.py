@@ -156,6 +156,7 @@ def _cache(settings: Settings, cell_bytes: int, host_bytes: int, sharing: int = 
         cell_bytes=cell_bytes,
         high=settings.pressure_high / 100,
         low=settings.pressure_low / 100,
+        pin_part=settings.pin_budget_pct / 100,
     )
 
 

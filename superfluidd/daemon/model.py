@@ -208,7 +208,8 @@ class Model:
                 if engine.lost:
                     return engine.lost
                 scheduler.check_integrity()
-                await self._wakeup.wait()
+                with trio.move_on_after(max(0.0, scheduler.expire_pins(self._clock()) - self._clock())):
+                    await self._wakeup.wait()
                 continue
             for seat in plan.admit:
                 record = self._live[seat.request].record
@@ -597,4 +598,8 @@ class Model:
             host_bytes=stats.kv.host_bytes if stats else 0,
             host_limit_bytes=self._cache.host_bytes,
             cut=info.cut if info else "",
+            pins=stats.kv.pins if stats else 0,
+            pinned_tokens=stats.kv.pinned_tokens if stats else 0,
+            pins_yielded=stats.kv.pins_yielded if stats else 0,
+            pins_expired=stats.kv.pins_expired if stats else 0,
         )

@@ -14,6 +14,7 @@ from superfluidd.control.protocol import (
     Explanation,
     LaneView,
     MemResult,
+    PinsResult,
     PressureResult,
     QueueView,
     StatusResult,
@@ -132,6 +133,29 @@ class Service:
         for model, request in found:
             steering.set_qos(model, request, parsed, trio.current_time())
         return tuple(request for _, request in found), parsed
+
+    def pin(self, ident: str, ttl: float | None) -> None:
+        """Keep the KV of a request, or of every request of an ``x-request-id``.
+
+        Raises:
+            InvalidValue: there is nothing of any of them, or too much; or the time is none.
+            UnknownRequest: nothing queued, running or ended lately has that name.
+        """
+        steering.pin(self._find(ident, ended=True), ttl, trio.current_time())
+
+    def unpin(self, ident: str) -> None:
+        """Take the pins of a request, or of every request of an ``x-request-id``, away.
+
+        Raises:
+            InvalidValue: none of them is pinned.
+            UnknownRequest: nothing pinned, queued, running or ended lately has that name.
+        """
+        found = steering.pinned(self.models.values(), ident) or self._find(ident, ended=True)
+        steering.unpin(found, trio.current_time())
+
+    def pins(self) -> PinsResult:
+        """What is pinned, and what may be."""
+        return steering.pins(self.models.values(), trio.current_time())
 
     def classes(self) -> tuple[ClassView, ...]:
         """Every class of every model: its cap, what it holds, whether it is paused."""

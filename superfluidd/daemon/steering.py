@@ -5,11 +5,12 @@ Everything is checked before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from superfluidd.control.protocol import ClassView, Explanation
+from superfluidd.control.protocol import ClassView, Explanation, PinBudget, PinsResult, PinView
 from superfluidd.daemon.model import Model
 from superfluidd.errors import InvalidValue, ModelLoading
 from superfluidd.scheduling.qos import parse_caps, parse_class
@@ -17,6 +18,9 @@ from superfluidd.scheduling.request import Phase
 from superfluidd.scheduling.scheduler import Scheduler
 from superfluidd.scheduling.trail import sentences
 from superfluidd.types import QosClass, RequestId
+
+LONGEST_TTL = 366 * 86400
+"""Seconds that a pin with an end lasts at most."""
 
 
 def schedulers(models: Iterable[Model]) -> list[tuple[Model, Scheduler]]:
@@ -87,6 +91,65 @@ def set_qos(model: Model, request: RequestId, qos: QosClass, now: float) -> None
     if model.scheduler is not None:
         model.scheduler.set_qos(request, qos, now)
         model.nudge()
+
+
+def pin(requests: Sequence[tuple[Model, RequestId]], ttl: float | None, now: float) -> None:
+    """Keep the KV of all of these requests of which there is any.
+
+    Raises:
+        InvalidValue: there is none, or too much, of each of them; or the time is none.
+    """
+    if ttl is not None and not 0 < ttl <= LONGEST_TTL:
+        raise InvalidValue(f"ttl is {ttl:g}; give seconds, more than 0 and at most {LONGEST_TTL}", param="ttl")
+    expires = math.inf if ttl is None else now + ttl
+    _each(requests, lambda scheduler, request: scheduler.pin(request, expires, now))
+
+
+def unpin(requests: Sequence[tuple[Model, RequestId]], now: float) -> None:
+    """Take the pins of these requests away. Raises :class:`InvalidValue` if none of them has any."""
+    _each(requests, lambda scheduler, request: scheduler.unpin(request, now))
+
+
+def _each(requests: Sequence[tuple[Model, RequestId]], act: Callable[[Scheduler, RequestId], object]) -> None:
+    refused: list[InvalidValue] = []
+    for model, request in requests:
+        assert model.scheduler is not None
+        try:
+            act(model.scheduler, request)
+            model.nudge()
+        except InvalidValue as error:
+            refused.append(error)
+    if len(refused) == len(requests):
+        raise refused[-1]
+
+
+def pinned(models: Iterable[Model], ident: str) -> list[tuple[Model, RequestId]]:
+    """Pins of the request of that number, also if it ended so long ago that nothing else is known of it."""
+    found = [(model, pin) for model in models if model.scheduler is not None for pin in model.scheduler.pins()]
+    return [(model, int(ident)) for model, pin in found if ident in map(str, pin.requests)]
+
+
+def pins(models: Iterable[Model], now: float) -> PinsResult:
+    """What is pinned of every model that is loaded, and what may be."""
+    loaded = [(model, model.scheduler) for model in models if model.scheduler is not None]
+    return PinsResult(
+        pins=tuple(
+            PinView(
+                model=model.name,
+                requests=pin.requests,
+                origin=model.origin(pin.requests[-1]) if pin.requests else "",
+                tokens=pin.tokens,
+                place=pin.place,
+                left=None if pin.expires == math.inf else max(0.0, pin.expires - now),
+            )
+            for model, scheduler in loaded
+            for pin in scheduler.pins()
+        ),
+        budgets=tuple(
+            PinBudget(model.name, scheduler.statistics().kv.pinned_tokens, scheduler.pin_cells)
+            for model, scheduler in loaded
+        ),
+    )
 
 
 def explain(model: Model, request: RequestId) -> Explanation:

@@ -160,6 +160,11 @@ class Books:
         """Waiting requests by class and place: to read, not to change."""
         return list(self._queues)
 
+    @property
+    def pin_cells(self) -> int:
+        """How much may be pinned, tokens."""
+        return self._kv.pin_cells
+
     def kept(self) -> Sequence[KvEntry]:
         """KV that requests left behind: to read, not to change."""
         return self._kv.entries

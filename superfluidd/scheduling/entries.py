@@ -10,9 +10,15 @@ from typing import Literal
 
 import msgspec
 
-from superfluidd.scheduling.request import Request
+from superfluidd.scheduling.request import Pin, Request
+from superfluidd.types import RequestId
+
+__all__ = ["LINEAGE", "TOKEN_BYTES", "Cache", "Entry", "Pin", "key_of", "pack", "shared_length"]
 
 TOKEN_BYTES = 4
+
+LINEAGE = 32
+"""Requests that are remembered of those that have fed what one entry holds."""
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -27,6 +33,7 @@ class Cache(msgspec.Struct, frozen=True):
             a place may.
         wait_seconds: a prefix whose prefill takes that long is worth waiting for while another lane is fed it.
         park_bytes: most bytes of KV on disk; 0 is none. ``park_least``: the shortest prefix that is written there.
+        pin_part: part of the pool that may be pinned.
         high, low: above that part of the pool entries go until it is below the other (source: the specification,
             "Memory pressure").
     """
@@ -39,6 +46,7 @@ class Cache(msgspec.Struct, frozen=True):
     wait_seconds: float = 0.5
     park_bytes: int = 0
     park_least: int = 64
+    pin_part: float = 0.5
     high: float = 0.85
     low: float = 0.70
 
@@ -55,7 +63,8 @@ class Entry:
         unparkable: it could not be written, or not be read.
         owner: the waiting request it belongs to, if any.
         used: when it was last of use; counts, not seconds.
-        pinned: an operator wants it kept: it goes after everything else.
+        requests: those that have fed it, oldest first, the latest :data:`LINEAGE` of them.
+        pin: an operator wants it kept: it goes after everything else.
     """
 
     tokens: bytes
@@ -65,7 +74,8 @@ class Entry:
     owner: Request | None = None
     blob: int | None = None
     bytes: int = 0
-    pinned: bool = False
+    requests: tuple[RequestId, ...] = ()
+    pin: Pin | None = None
     key: str = ""
     parked: int = 0
     unparkable: bool = False

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from superfluidd.scheduling.entries import Entry, pack, shared_length
+from superfluidd.scheduling.entries import LINEAGE, Entry, pack, shared_length
+from superfluidd.scheduling.pins import Pins
 from superfluidd.scheduling.plan import Copy, Cut, Free, Import, Recall
 from superfluidd.scheduling.request import Request
-from superfluidd.scheduling.tiers import Tiers
 
 LEAST_PART = 128
 """A prefix that is a smaller part of what would have to be copied for it is not worth it."""
 
 
-class Kv(Tiers):
+class Kv(Pins):
     """Entries, and who starts from which."""
 
     # -- looking in -----------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Kv(Tiers):
 
     @staticmethod
     def _free_to_take(entry: Entry) -> bool:
-        return entry.sequence is not None and entry.owner is None and not entry.pinned
+        return entry.sequence is not None and entry.owner is None and not entry.pin
 
     def leader(self, record: Request, lanes: Iterable[Request], worth: int) -> Request | None:
         """A lane in prefill whose prompt begins like this request's, for at least ``worth`` tokens more than there is
@@ -127,6 +127,7 @@ class Kv(Tiers):
         self._make_room(record.cells, source, own=source.sequence)
         sequence = self._pool.promise(record.cells, source.sequence)
         source.sequence = None
+        self._inherit(record, source)
         self._bury(source)
         if not whole:
             self.ops.append(Cut(sequence, length))
@@ -143,9 +144,17 @@ class Kv(Tiers):
             return sequence
         self.ops.append(Import(source.blob, sequence, length))
         self._counters.imports += 1
-        if length == source.length and source.owner is None and not source.pinned:
+        if length == source.length and source.owner is None and not source.pin:
+            self._inherit(record, source)
             self._leave_host(source)
         return sequence
+
+    @staticmethod
+    def _inherit(record: Request, source: Entry) -> None:
+        """What a lane takes over is for it to leave behind, pin included."""
+        record.lineage = tuple(request for request in source.requests if request != record.id)[-LINEAGE:]
+        if source.pin and not record.pin:
+            record.pin, source.pin = source.pin, None
 
     def _make_room(self, cells: int, spared: Entry | None = None, own: int | None = None) -> bool:
         """Let entries go until a promise of ``cells`` is not short; False if only the spared one is left to go."""
@@ -172,7 +181,7 @@ class Kv(Tiers):
         keep = length > 0 and whole and (waits or self.cache.enabled) and not record.media
         keep = keep and (certain or self.cache.cut == "anywhere")
         tokens = pack(record.tokens[:length]) if keep else b""
-        if keep and not waits and self._covered(tokens, length):
+        if keep and not waits and self._covered(record, tokens, length):
             keep = False
         if not keep:
             self._pool.release(sequence)
@@ -183,21 +192,25 @@ class Kv(Tiers):
             self.ops.append(Cut(sequence, length))
         self._pool.keep(sequence, length)
         self._clock += 1
-        left = Entry(tokens, length, sequence, self._clock, record if waits else None)
+        requests = (*record.lineage, record.id)[-LINEAGE:]
+        left = Entry(tokens, length, sequence, self._clock, record if waits else None, requests=requests)
         if self.cache.cut == "anywhere":
-            for entry in [e for e in self._entries if e.owner is None and tokens.startswith(e.tokens) and not e.pinned]:
+            for entry in [e for e in self._entries if e.owner is None and tokens.startswith(e.tokens) and not e.pin]:
                 self._supersede(entry, left)  # the new one holds as much
         self._entries.append(left)
+        if record.pin and not waits:
+            self._pin(left, record.pin)
 
-    def _covered(self, tokens: bytes, length: int) -> bool:
+    def _covered(self, record: Request, tokens: bytes, length: int) -> bool:
         """Too short to be of use, or held by another entry already, which then has been of use just now."""
         if length < self.cache.least:
             return True
         if self.cache.cut == "anywhere":
             for entry in self._entries:
-                if entry.sequence is not None and entry.tokens.startswith(tokens):
+                if entry.sequence is not None and entry.tokens.startswith(tokens) and not record.pin:
                     self._clock += 1
                     entry.used = self._clock
+                    entry.requests = (*entry.requests, record.id)[-LINEAGE:]
                     return True
         return False
 
@@ -208,6 +221,8 @@ class Kv(Tiers):
                 entry.owner = None
                 if not self.cache.enabled:
                     self._remove(entry)
+                elif record.pin:
+                    self._pin(entry, record.pin)
                 return
 
 

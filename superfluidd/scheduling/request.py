@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from superfluidd.scheduling.trail import Trail
 from superfluidd.types import FinishReason, QosClass, RequestId, SamplingParams
@@ -39,6 +40,13 @@ class IllegalMove(Exception):
     """A phase change that the table does not allow: a fault of ours, never of a client."""
 
 
+class Pin(NamedTuple):
+    """A wish that KV be kept: its number, the older the smaller, and when it expires, seconds on the caller's clock."""
+
+    number: int
+    expires: float
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation, from submit to its end.
@@ -59,6 +67,8 @@ class Request:
         lane, sequence: its seat, None without one.
         fed: how many of ``tokens`` its sequence holds KV for.
         cached: how many tokens of the prompt it did not have to feed when it was first seated.
+        lineage: ids of ended requests whose KV it has taken over, oldest first.
+        pin: what it leaves when it ends is to be pinned.
         awaits_tick: number of the tick since which it waits for a prefix that another lane is being fed, None if not.
         decoding: its known tokens are all fed but the last, and it draws one more each round.
         pauses: how often it lost its lane.
@@ -87,6 +97,8 @@ class Request:
     sequence: int | None = None
     fed: int = 0
     cached: int = 0
+    lineage: tuple[RequestId, ...] = ()
+    pin: Pin | None = None
     awaits_tick: int | None = None
     decoding: bool = False
     pauses: int = 0

@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
-from superfluidd.errors import ContextLengthExceeded
+from superfluidd.errors import ContextLengthExceeded, InvalidValue
 from superfluidd.scheduling import budget, planner
 from superfluidd.scheduling.books import Books
+from superfluidd.scheduling.pins import Pinned
 from superfluidd.scheduling.plan import (
     Decode,
     Effect,
@@ -26,6 +27,7 @@ from superfluidd.scheduling.plan import (
 from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.qos import URGENT
 from superfluidd.scheduling.request import Phase, Request
+from superfluidd.scheduling.trail import Entry, Kind
 from superfluidd.types import FinishReason, QosClass, RequestId, SamplingParams
 
 TRAILS = 256
@@ -184,6 +186,44 @@ class Scheduler(Books):
         self._note(record, "reclassed", now)
         return True
 
+    def pin(self, request: RequestId, expires: float, now: float) -> int:
+        """Keep what a request has left or will leave, as long as nothing else can make room.
+
+        Args:
+            request: it is queued, running or has ended.
+            expires: until when, on the caller's clock.
+            now: the caller's clock, seconds.
+
+        Returns:
+            How many tokens that is by now.
+
+        Raises:
+            InvalidValue: there is nothing to pin, or it is more than may be pinned.
+        """
+        length = self._kv.pin(request, self._requests.values(), expires)
+        self._note_pin(request, "pinned", now, length)
+        return length
+
+    def unpin(self, request: RequestId, now: float) -> None:
+        """Take a request's pin away. Raises :class:`InvalidValue` if it has none."""
+        if not self._kv.unpin(request, self._requests.values()):
+            raise InvalidValue(f"request {request} is not pinned; `sfctl pins` lists what is", param="id")
+        self._note_pin(request, "unpinned", now)
+
+    def _note_pin(self, request: RequestId, kind: Kind, now: float, tokens: int = 0) -> None:
+        trail = self.trail(request)
+        if trail is not None:
+            trail.add(Entry(now, self._counters.ticks, kind, tokens=tokens))
+
+    def pins(self) -> list[Pinned]:
+        """What is pinned, oldest first."""
+        return self._kv.pins(self._requests.values())
+
+    def expire_pins(self, now: float) -> float:
+        """Pins whose time is over are no more; returns when the next one's is."""
+        self._kv.expire_pins(now)
+        return self._kv.pin_expires
+
     def set_pressure(self, rung: Rung) -> None:
         """How short of memory the operating system is (source: the specification, "Preemption", "Memory pressure").
 
@@ -213,6 +253,7 @@ class Scheduler(Books):
         if self._in_flight is not None:
             raise OutOfOrder(f"tick {self._in_flight.tick} is in flight")
         tick, admission = self._counters.ticks + 1, self._admission
+        self._kv.expire_pins(now)
         admission.worth_waiting = budget.worth_waiting(self._rates, self._kv.cache.wait_seconds, self._kv.cache.least)
         if admission.rung >= Rung.CRITICAL:
             self._relieve(tick, now)

@@ -37,6 +37,8 @@ class Counters:
     imports: int = 0
     parks: int = 0
     recalls: int = 0
+    pins_yielded: int = 0
+    pins_expired: int = 0
     engine_computed: int = 0
     """What the running engine had counted at its latest report."""
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
@@ -65,6 +67,8 @@ class KvStatistics(msgspec.Struct, frozen=True):
         parks, recalls: KV written to disk, and brought back.
         entries: prefixes held now, ``host_entries`` of them in host memory, where they take ``host_bytes``,
             ``parked_entries`` on disk, where they take ``parked_bytes``.
+        pins: entries that are pinned now, with ``pinned_tokens`` in all; ``pins_yielded``: times that one had to leave
+            the pool or lost its pin to a newer one; ``pins_expired``: times that one was over.
     """
 
     hits: int = 0
@@ -79,6 +83,10 @@ class KvStatistics(msgspec.Struct, frozen=True):
     recalls: int = 0
     parked_entries: int = 0
     parked_bytes: int = 0
+    pins: int = 0
+    pinned_tokens: int = 0
+    pins_yielded: int = 0
+    pins_expired: int = 0
 
 
 class Statistics(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from superfluidd.scheduling.entries import TOKEN_BYTES, Cache, Entry, key_of
+from superfluidd.scheduling.entries import LINEAGE, TOKEN_BYTES, Cache, Entry, key_of
 from superfluidd.scheduling.plan import Discard, Export, Forget, Free, KvOp, Park
 from superfluidd.scheduling.pool import KvPool
 from superfluidd.scheduling.statistics import Counters, KvStatistics
@@ -35,6 +35,9 @@ class Tiers:
         self._entries: list[Entry] = []
         self._clock = 0
         self._last_blob = 0
+        self._last_pin = 0
+        self._lost_pins: dict[str, Entry] = {}
+        """Pinned entries on disk of an engine that is gone, by key: it will find them again."""
         self._cell_bytes = float(cache.cell_bytes)
         self._sealing = ""
         """Key of what is being written to disk: one at a time, so that little of it is in memory meanwhile."""
@@ -72,6 +75,10 @@ class Tiers:
             host_bytes=self.host_bytes,
             parked_entries=sum(entry.parked > 0 for entry in self._entries),
             parked_bytes=self.parked_bytes,
+            pins=sum(entry.pin is not None for entry in self._entries),
+            pinned_tokens=sum(entry.length for entry in self._entries if entry.pin),
+            pins_yielded=counters.pins_yielded,
+            pins_expired=counters.pins_expired,
         )
 
     def resident(self) -> int:
@@ -84,6 +91,7 @@ class Tiers:
         """An entry leaves the pool: to host memory where there is room for it, or to disk, or for good."""
         assert entry.sequence is not None
         self._counters.evictions += 1
+        self._counters.pins_yielded += entry.pin is not None
         size = max(1, round(entry.length * self._cell_bytes))
         if entry.length >= self.cache.least and self._make_host_room(size, spared):
             self._last_blob += 1
@@ -173,7 +181,8 @@ class Tiers:
     def _supersede(self, entry: Entry, by: Entry) -> None:
         """Another entry begins with all of it. What is on disk stays until the other one is there as well; if they hold
         the same, it already is."""
-        if entry.length == by.length:
+        by.requests = (*entry.requests, *by.requests)[-LINEAGE:]
+        if entry.length == by.length and entry.key:
             by.key, by.parked, entry.key, entry.parked = entry.key, entry.parked, "", 0
         if not entry.parked:
             self._remove(entry)
@@ -276,7 +285,8 @@ class Tiers:
         if self.cache.cut != "anywhere":
             return
         for other in [e for e in self._entries if e is not entry and e.parked and entry.tokens.startswith(e.tokens)]:
-            if other.sequence is None and other.blob is None and other.owner is None and not other.pinned:
+            if other.sequence is None and other.blob is None and other.owner is None and not other.pin:
+                entry.requests = (*other.requests, *entry.requests)[-LINEAGE:]
                 self._remove(other)
 
     def adopt(self, found: Iterable[tuple[str, bytes, int]]) -> None:
@@ -287,7 +297,11 @@ class Tiers:
                 continue
             self._clock += 1
             length = len(tokens) // TOKEN_BYTES
-            self._entries.append(Entry(tokens, length, None, self._clock, key=key, parked=size))
+            entry = Entry(tokens, length, None, self._clock, key=key, parked=size)
+            if key in self._lost_pins:
+                entry.pin, entry.requests = self._lost_pins[key].pin, self._lost_pins[key].requests
+            self._entries.append(entry)
+        self._lost_pins.clear()
         self._trim_disk()
 
     # -- what the engine says -------------------------------------------------------------------------------------
@@ -334,13 +348,14 @@ class Tiers:
         for entry in self._entries:
             if entry.sequence is not None:
                 self._pool.drop(entry.sequence)
+        self._lost_pins = {entry.key: entry for entry in self._entries if entry.pin and entry.parked}
         self._entries.clear()
         self.ops.clear()
         self._sealing = ""
 
 
-def _worth(entry: Entry) -> tuple[bool, bool, int, int]:
-    owner = entry.owner
+def _worth(entry: Entry) -> tuple[int, bool, int, int]:
+    owner, pin = entry.owner, entry.pin.number if entry.pin else 0
     if owner is None:
-        return entry.pinned, False, 0, entry.used
-    return entry.pinned, True, -owner.qos, -owner.id
+        return pin, False, 0, entry.used
+    return pin, True, -owner.qos, -owner.id

@@ -28,6 +28,8 @@ Kind = Literal[
     "abandoned",
     "first-token",
     "reclassed",
+    "pinned",
+    "unpinned",
     "finished",
 ]
 
@@ -159,6 +161,10 @@ def _sentence(entry: Entry, until: float) -> str:
             return f"first token, {entry.why} after it arrived"
         case "reclassed":
             return f"re-classed to {entry.qos} by an operator"
+        case "pinned":
+            return f"pinned by an operator: what it leaves is kept, {entry.tokens} tokens by now"
+        case "unpinned":
+            return "unpinned by an operator"
         case "finished":
             return f"ended: {entry.why}"
         case _:

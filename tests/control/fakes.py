@@ -13,6 +13,9 @@ from superfluidd.control.protocol import (
     MemoryOwner,
     MemResult,
     ModelView,
+    PinBudget,
+    PinsResult,
+    PinView,
     PressureResult,
     QueueView,
     StatusResult,
@@ -129,6 +132,15 @@ MEMORY = MemResult(
 )
 
 
+PINS = PinsResult(
+    pins=(
+        PinView("m", (3, 7), "req-7", 1230, "pool", 5400.0),
+        PinView("m", (), "", 900, "disk", None),
+    ),
+    budgets=(PinBudget("m", 2130, 8192),),
+)
+
+
 class FakeService:
     """Answers with the records above; ``idle`` decides when a drain has waited long enough."""
 
@@ -179,6 +191,15 @@ class FakeService:
 
     def memory(self) -> MemResult:
         return MEMORY
+
+    def pins(self) -> PinsResult:
+        return PINS
+
+    def pin(self, ident: str, ttl: float | None) -> None:
+        self.steered.append(("pin", ident, ttl))
+
+    def unpin(self, ident: str) -> None:
+        self.steered.append(("unpin", ident))
 
     def drain(self) -> None:
         self.drained = True

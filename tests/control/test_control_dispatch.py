@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from superfluidd.control import dispatch, protocol
 from superfluidd.control.peer import Peer
 from superfluidd.errors import PermissionDenied
-from tests.control.fakes import LANE, MEMORY, MODEL, PRESSURE, STATUS, WAITING, FakeService
+from tests.control.fakes import LANE, MEMORY, MODEL, PINS, PRESSURE, STATUS, WAITING, FakeService
 
 OWNER = 1000
 ME = Peer(OWNER, 99)
@@ -63,6 +63,9 @@ def test_every_row_of_the_method_table_has_a_handler() -> None:
         ("models", None, protocol.ModelsResult((MODEL,))),
         ("pressure", None, PRESSURE),
         ("mem", None, MEMORY),
+        ("pins", None, PINS),
+        ("pin", {"id": "7"}, PINS),
+        ("unpin", {"id": "7"}, PINS),
         ("cancel", {"id": "7"}, protocol.CancelResult((7,))),
         ("drain", None, protocol.DrainResult(1, 1)),
         ("drain", {"wait": False}, protocol.DrainResult(1, 1)),
@@ -127,6 +130,9 @@ def test_what_is_no_good_request_gets_the_right_error(line: bytes, code: int, id
         ("cancel", {}, "`id`"),
         ("cancel", {"id": "7", "force": True}, "`force`"),
         ("drain", {"wait": "yes"}, "params.wait"),
+        ("pin", {"id": "7", "ttl": "10m"}, "params.ttl"),
+        ("pin", {}, "`id`"),
+        ("unpin", {"id": "7", "ttl": 3}, "`ttl`"),
         ("status", {"verbose": True}, "`verbose`"),
     ],
 )
@@ -185,14 +191,25 @@ def test_roles_are_compared_in_one_place(monkeypatch: pytest.MonkeyPatch) -> Non
         "pause": {"qos": "agent"},
         "resume": {"qos": "agent"},
         "trace": {"cursor": -1},
+        "pin": {"id": "7"},
+        "unpin": {"id": "7"},
     }
     for method in protocol.METHODS:
         reply = ask(method.name, params.get(method.name), service=service)
         assert ("result" in reply) == (method.role == "observer"), method.name
     assert not service.drained
     assert not service.cancelled
+    assert not service.steered
     with pytest.raises(PermissionDenied, match="takes an admin"):
         dispatch.authorize(ME, OWNER, dispatch.METHODS["drain"])
+
+
+def test_a_pins_time_reaches_the_service() -> None:
+    service = FakeService()
+    ask("pin", {"id": "chat", "ttl": 90.5}, service=service)
+    ask("pin", {"id": "chat"}, service=service)
+    ask("unpin", {"id": "chat"}, service=service)
+    assert service.steered == [("pin", "chat", 90.5), ("pin", "chat", None), ("unpin", "chat")]
 
 
 def test_what_changes_something_is_logged_with_the_peer(caplog: pytest.LogCaptureFixture) -> None:

@@ -115,6 +115,28 @@ def test_a_class_is_paused_and_a_waiting_request_explained_and_re_classed(daemon
         assert (refused.returncode, refused.stdout) == (REFUSED, "")
 
 
+def test_a_conversation_is_pinned_and_unpinned(daemon: Daemon) -> None:
+    list(daemon.stream("keep this in mind", {"x-request-id": "memo"}, max_tokens=40, ignore_eos=True))
+    done = daemon.sfctl("pin", "memo", "--ttl", "2h")
+    assert (done.returncode, done.stderr) == (0, "")
+    headings, row, _, budget = done.stdout.splitlines()
+    assert headings.split() == ["MODEL", "ID", "TOKENS", "WHERE", "EXPIRES", "IN", "REQUEST-ID"]
+    assert row.split()[3:] == ["pool", "2h00m", "memo"]
+    tokens = row.split()[2]
+    assert budget.startswith(f"simulated: {tokens}/")
+    assert "pinned by an operator: what it leaves is kept" in daemon.sfctl("explain", "memo").stdout
+    [shown] = json.loads(daemon.sfctl("pins", "--json").stdout)["pins"]
+    assert (shown["origin"], shown["place"], str(shown["tokens"])) == ("memo", "pool", tokens)
+    assert daemon.sfctl("unpin", row.split()[1]).stdout.splitlines()[2].startswith("simulated: 0/")
+    for verb in (["pin", "nobody"], ["unpin", "memo"], ["unpin", "nobody"], ["pin", "memo", "--ttl", "400d"]):
+        refused = daemon.sfctl(*verb)
+        assert (refused.returncode, refused.stdout) == (REFUSED, "")
+        assert refused.stderr.startswith("sfctl: ")
+    wrong = daemon.sfctl("pin", "memo", "--ttl", "soon")
+    assert (wrong.returncode, wrong.stdout) == (USAGE, "")
+    assert "give one such as 90s, 10m, 2h or 1d" in wrong.stderr
+
+
 def test_the_environment_names_the_socket_and_the_flag_outweighs_it(daemon: Daemon, tmp_path: Path) -> None:
     here, nowhere = str(daemon.socket), str(tmp_path / "none")
     assert sfctl("status", SUPERFLUIDD_SOCKET=here).returncode == 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 
 import msgspec
 import pytest
 from sfctl import render
 from sfctl.render import Cell
-from sfctl.verbs import lifecycle, memory, overview
+from sfctl.verbs import lifecycle, memory, overview, pins
 
 from superfluidd.control.protocol import DrainResult, ModelView
-from tests.control.fakes import MEMORY, MODEL, PRESSURE, STATUS
+from tests.control.fakes import MEMORY, MODEL, PINS, PRESSURE, STATUS
 
 
 @pytest.mark.parametrize(
@@ -182,3 +183,24 @@ def test_pressure() -> None:
 def test_models_say_what_prefixes_they_can_use(cut: str, words: str) -> None:
     cells = memory.model_row(model(cut=cut, prefixes=3, prefix_hits=7, cached_tokens=12_345))
     assert [cell.text for cell in cells[7:]] == ["3", "7", "12,345", words]
+
+
+def test_pins() -> None:
+    assert pins.report(PINS, colour=False).splitlines() == [
+        "MODEL  ID  TOKENS  WHERE  EXPIRES IN  REQUEST-ID",
+        "m       7   1,230  pool        1h30m  req-7",
+        "m       -     900  disk        never",
+        "",
+        "m: 2,130/8,192 tokens are pinned",
+    ]
+
+
+@pytest.mark.parametrize("text, seconds", [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
+def test_a_time(text: str, seconds: float) -> None:
+    assert pins.parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.0h", "-1s", "1w", "1h30m", "inf", "1e3", "\u0661", "s"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give one such as 90s, 10m, 2h or 1d"):
+        pins.parse_time(text)

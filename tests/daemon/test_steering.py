@@ -16,6 +16,7 @@ from superfluidd.daemon.service import Service
 from superfluidd.daemon.streams import Done, Generation, GenerationRequest, Pause, Resume
 from superfluidd.engine.runtimes.simulated import LANE_SECONDS, PREFILL_RATE, PREFILL_SECONDS, ROUND_SECONDS
 from superfluidd.errors import InvalidValue, ModelLoading, UnknownRequest
+from superfluidd.scheduling.entries import Cache
 from superfluidd.types import FinishReason, QosClass, SamplingParams
 from tests.conftest import Simulated, simulated_spec
 from tests.daemon.test_model import prompt, read
@@ -212,3 +213,68 @@ async def test_a_worker_that_dies_is_in_the_trail(
     kinds = [entry["kind"] for entry in story.trail]
     assert kinds == ["queued", "admitted", "first-token", "engine-lost", "resumed", "finished"]
     assert "its KV is prefilled again" in "\n".join(story.sentences)
+
+
+@pytest.mark.parametrize("cache", [Cache(enabled=True)])
+async def test_a_pin_ends_while_nothing_runs(autojump_clock: MockClock, service: Service, model: Model) -> None:
+    await read(ask(model, prompt(1, 20), 40, AGENT, "job"))
+    await read(ask(model, prompt(2, 20), 40, AGENT, "job"))
+    start = trio.current_time()
+    service.pin("job", 600.0)
+    service.pin("1", None)
+    shown = service.pins()
+    assert [(pin.requests, pin.origin, pin.place, pin.left) for pin in shown.pins] == [
+        ((2,), "job", "pool", 600.0),
+        ((1,), "job", "pool", None),
+    ]
+    [budget] = shown.budgets
+    assert budget.pinned == sum(pin.tokens for pin in shown.pins) == 2 * 59
+    await trio.sleep(599.9)
+    assert model.view().pins == 2
+    await trio.sleep(0.2)
+    assert trio.current_time() == pytest.approx(start + 600.1)
+    assert (model.view().pins, model.view().pins_expired) == (1, 1)
+    service.unpin("1")
+    assert service.pins().pins == ()
+
+
+@pytest.mark.parametrize("cache", [Cache(enabled=True)])
+async def test_a_pin_on_a_running_request(autojump_clock: MockClock, service: Service, model: Model) -> None:
+    running = ask(model, prompt(1, 20), 40, AGENT, "job")
+    await trio.sleep(0.1)
+    service.pin("job", 3600.0)
+    [shown] = service.pins().pins
+    assert (shown.place, shown.left) == ("running", 3600.0)
+    await read(running)
+    await trio.sleep(0.1)
+    [shown] = service.pins().pins
+    assert (shown.place, shown.tokens) == ("pool", 59)
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+@pytest.mark.parametrize("cache", [Cache(enabled=True)])
+async def test_a_time_that_is_none_pins_nothing(
+    autojump_clock: MockClock, service: Service, model: Model, ttl: float
+) -> None:
+    await read(ask(model, prompt(1, 20), 40, AGENT, "job"))
+    with pytest.raises(InvalidValue, match="more than 0 and at most 31622400"):
+        service.pin("job", ttl)
+    assert not service.pins().pins
+
+
+@pytest.mark.parametrize("cache", [Cache(enabled=True)])
+async def test_of_several_requests_those_with_kv_are_pinned(
+    autojump_clock: MockClock, service: Service, model: Model
+) -> None:
+    await read(ask(model, prompt(1, 20), 40, AGENT, "job"))
+    await read(ask(model, prompt(2, 1), 1, AGENT, "job"))
+    service.pin("job", None)
+    assert [pin.requests for pin in service.pins().pins] == [(1,)]
+    with pytest.raises(InvalidValue, match="nothing of request 2 is kept any more"):
+        service.pin("2", None)
+    with pytest.raises(UnknownRequest):
+        service.pin("nobody", None)
+    with pytest.raises(UnknownRequest):
+        service.unpin("nobody")
+    with pytest.raises(InvalidValue, match="request 2 is not pinned"):
+        service.unpin("2")

@@ -74,6 +74,11 @@ SAID: tuple[tuple[Entry, str], ...] = (
     ),
     (Entry(1.0, 1, "first-token", "agent", why="0.4 s"), "first token, 0.4 s after it arrived"),
     (Entry(1.0, 1, "reclassed", "completion"), "re-classed to completion by an operator"),
+    (
+        Entry(1.0, 1, "pinned", tokens=62),
+        "pinned by an operator: what it leaves is kept, 62 tokens by now",
+    ),
+    (Entry(1.0, 1, "unpinned"), "unpinned by an operator"),
     (Entry(1.0, 1, "finished", "agent", why="stop"), "ended: stop"),
 )
 
