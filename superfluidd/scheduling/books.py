@@ -20,6 +20,7 @@ from superfluidd.scheduling.pool import KvPool
 from superfluidd.scheduling.qos import URGENT, format_caps
 from superfluidd.scheduling.queues import ClassQueues
 from superfluidd.scheduling.request import Phase, Request
+from superfluidd.scheduling.shares import Share
 from superfluidd.scheduling.statistics import Counters, Statistics
 from superfluidd.scheduling.trail import Entry, Kind, Trail
 from superfluidd.scheduling.turns import Turns
@@ -60,6 +61,7 @@ class Books:
         policy: the operator's settings.
         caps: most lanes of a class.
         first_id: id of the first request; ids are unique over all models of a daemon.
+        host, disk: shares of the memory and disk space for KV, if other schedulers use them as well.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class Books:
         policy: Policy | None = None,
         caps: Mapping[QosClass, int] | None = None,
         first_id: int = 1,
+        host: Share | None = None,
+        disk: Share | None = None,
     ) -> None:
         self.limits = limits
         self.policy = policy or Policy()
@@ -77,7 +81,7 @@ class Books:
         self._lanes = Lanes(limits.lanes, caps)
         self._pool = KvPool(shared=limits.shared, cells=limits.cells, sequences=limits.sequences, window=limits.window)
         self._counters = Counters()
-        self._kv = Kv(self._pool, limits.cache, self._counters)
+        self._kv = Kv(self._pool, limits.cache, self._counters, host, disk)
         self._admission = Admission(self.policy, self._queues, self._lanes, self._pool, self._kv, self._counters)
         self._turns = Turns()
         self._in_flight: Plan | None = None

@@ -254,6 +254,7 @@ class Scheduler(Books):
             raise OutOfOrder(f"tick {self._in_flight.tick} is in flight")
         tick, admission = self._counters.ticks + 1, self._admission
         self._kv.expire_pins(now)
+        self._kv.give_back()
         admission.worth_waiting = budget.worth_waiting(self._rates, self._kv.cache.wait_seconds, self._kv.cache.least)
         if admission.rung >= Rung.CRITICAL:
             self._relieve(tick, now)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from superfluidd.scheduling.entries import LINEAGE, TOKEN_BYTES, Cache, Entry, key_of
 from superfluidd.scheduling.plan import Discard, Export, Forget, Free, KvOp, Park
 from superfluidd.scheduling.pool import KvPool
+from superfluidd.scheduling.shares import Budget, Share
 from superfluidd.scheduling.statistics import Counters, KvStatistics
 
 
@@ -22,10 +23,17 @@ class Tiers:
         pool: the books of cells and sequences.
         cache: how KV is kept.
         counters: where to count what is done.
+        host, disk: shares of what other schedulers use as well; by default this one has all that ``cache`` allows.
     """
 
-    def __init__(self, pool: KvPool, cache: Cache, counters: Counters) -> None:
+    def __init__(
+        self, pool: KvPool, cache: Cache, counters: Counters, host: Share | None = None, disk: Share | None = None
+    ) -> None:
         self.cache = cache
+        self._host = host or Budget(cache.host_bytes).join(lambda: None)
+        self._host.held = lambda: self.host_bytes
+        self._disk = disk or Budget(cache.park_bytes).join(lambda: None)
+        self._disk.held = lambda: self.parked_bytes
         self.ops: list[KvOp] = []
         """What the engine has yet to do."""
         self.saving = True
@@ -112,12 +120,24 @@ class Tiers:
     def _make_host_room(self, size: int, spared: Entry | None) -> bool:
         if not self.saving or size > self.cache.host_bytes:
             return False
-        while self.host_bytes + size > self.cache.host_bytes:
+        if self.host_bytes + size > self._host.room:
+            self._host.ask(size)
+        while self.host_bytes + size > self._host.room:
             victim = self._first_to_go(lambda entry: entry.blob is not None and entry is not spared)
             if victim is None:
                 return False
             self._leave_host(victim)
         return True
+
+    def give_back(self) -> None:
+        """What others have a right to leaves host memory and the disk, the longest unused first."""
+        while self._host.owed > 0 and (victim := self._first_to_go(lambda entry: entry.blob is not None)):
+            self._host.owed -= victim.bytes
+            self._leave_host(victim)
+        while self._disk.owed > 0 and (victim := self._first_to_go(lambda entry: entry.parked > 0)):
+            self._disk.owed -= victim.parked
+            self._forget_all([victim])
+        self._host.owed = self._disk.owed = 0
 
     def _leave_host(self, entry: Entry) -> None:
         assert entry.blob is not None
@@ -209,7 +229,7 @@ class Tiers:
 
     def _next_to_park(self, *, idle: bool) -> Entry | None:
         """What was used last: it is what will be asked for again."""
-        if not self.cache.park_bytes or self._sealing:
+        if self._sealing:
             return None
         choice = [entry for entry in self._entries if self._parkable(entry) and (idle or entry.blob is not None)]
         entry = max(choice, key=_worth, default=None)
@@ -217,7 +237,7 @@ class Tiers:
 
     def _parkable(self, entry: Entry) -> bool:
         fits = self.cache.park_least <= entry.length and entry.length * self._cell_bytes <= self.cache.park_bytes
-        if not fits or not self.saving or entry.key or entry.unparkable:
+        if not fits or not self.cache.park_bytes or not self.saving or entry.key or entry.unparkable:
             return False
         # Two that hold the same would share a key: one artifact is enough, and one entry has to answer for it.
         return not any(other.key and other.tokens == entry.tokens for other in self._entries)
@@ -235,7 +255,10 @@ class Tiers:
 
     def _disk_room(self, entry: Entry) -> list[Entry] | None:
         """What has to be forgotten for an entry to be parked; None if that would be worth more than the entry."""
-        over = self.parked_bytes + round(entry.length * self._cell_bytes) - self.cache.park_bytes
+        size = round(entry.length * self._cell_bytes)
+        over = self.parked_bytes + size - self._disk.room
+        if over > 0:
+            self._disk.ask(size)
         victims: list[Entry] = []
         for other in sorted((e for e in self._entries if e.parked and e is not entry), key=_worth) if over > 0 else ():
             if over <= 0:
@@ -254,7 +277,7 @@ class Tiers:
     def _trim_disk(self) -> None:
         """Keep the budget, whatever was found or written."""
         for entry in sorted((e for e in self._entries if e.parked), key=_worth):
-            if self.parked_bytes <= self.cache.park_bytes:
+            if self.parked_bytes <= self._disk.room:
                 return
             self._forget_all([entry])
 

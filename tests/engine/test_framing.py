@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from superfluidd.engine import wire
 from superfluidd.engine.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameEncoder
+from superfluidd.engine.parking import Parked
 from superfluidd.engine.port import EngineInfo
 from superfluidd.scheduling.plan import (
     Admit,
@@ -21,11 +22,14 @@ from superfluidd.scheduling.plan import (
     Decode,
     Discard,
     Export,
+    Forget,
     Free,
     Import,
     LaneFault,
+    Park,
     Plan,
     Prefill,
+    Recall,
     TickReport,
     Timing,
 )
@@ -35,10 +39,11 @@ SAMPLING = SamplingParams(
     temperature=0.7, top_k=0, top_p=0.9, min_p=0.05, seed=(1 << 64) - 1, repeat_penalty=1.1, presence_penalty=-0.5,
     frequency_penalty=0.25, logit_bias=((5, -100.0), (6, 1.5)), logprobs=3, ignore_eos=True,
 )  # fmt: skip
+PARKING = (Park("ab", b"\0\xff", sequence=1), Park("cd", b"", blob=9), Recall("ab", 2, 3), Forget("cd"))
 PLAN = Plan(
     tick=7,
     retire=(1, 2),
-    kv=(Free(0), Cut(1, 5), Copy(1, 0, 5), Export(1, 9), Import(9, 2, 3), Discard(9)),
+    kv=(Free(0), Cut(1, 5), Copy(1, 0, 5), Export(1, 9), Import(9, 2, 3), Discard(9), *PARKING),
     admit=(Admit(3, 0, (1, 2, 3), 2, SAMPLING, cached=0), Admit(4, 1, (9,), 1, SamplingParams())),
     prefill=(Prefill(3, 3), Prefill(4, 1)),
     decode=(Decode(3, 8), Decode(4, 4)),
@@ -64,7 +69,10 @@ INFO = EngineInfo(
     eos_text="</s>",
 )  # fmt: skip
 TO_WORKER: list[wire.ToWorker] = [
-    wire.Load(wire.PROTOCOL, wire.LoadSpec("llamacpp", "/models/é.gguf", 4, 256, "shared", 512, 2, 128, 2.0, 1)),
+    wire.Load(
+        wire.PROTOCOL,
+        wire.LoadSpec("llamacpp", "/models/é.gguf", 4, 256, "shared", 512, 2, 128, 2.0, 1, park="/parked"),
+    ),
     wire.Tick(PLAN),
     wire.Interrupt(7),
     wire.Interrupt(7, abandon=True),
@@ -74,7 +82,7 @@ TO_WORKER: list[wire.ToWorker] = [
 FROM_WORKER: list[wire.FromWorker] = [
     wire.Loading(0.5),
     wire.Refused("because"),
-    wire.Hello(wire.PROTOCOL, 123, INFO, b"\xffab", b"\x01\0\0\0\x03\0\0\0"),
+    wire.Hello(wire.PROTOCOL, 123, INFO, b"\xffab", b"\x01\0\0\0\x03\0\0\0", (Parked("ab", b"\0\xff", 9),)),
     wire.StepDone(
         7,
         (
@@ -86,6 +94,7 @@ FROM_WORKER: list[wire.FromWorker] = [
     ),
     wire.TickDone(REPORT),
     wire.Tokenized(1, (1, 2, 3), ""),
+    wire.Sealed("ab", 1 << 40),
     wire.Fatal("no more"),
 ]
 

@@ -13,6 +13,7 @@ from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.entries import Cache, pack, shared_length
 from superfluidd.scheduling.plan import Copy, Cut, Discard, Export, Free, Import, Plan
 from superfluidd.scheduling.pressure import Rung
+from superfluidd.scheduling.shares import Share
 from superfluidd.types import FinishReason, QosClass
 from tests.scheduling.fake_engine import CELL_BYTES, FakeEngine
 from tests.scheduling.world import World, kinds
@@ -32,12 +33,15 @@ def cached_world(
     cells: int = 1000,
     window: int = 1000,
     shared: bool = True,
+    host: Share | None = None,
+    disk: Share | None = None,
     **cache: object,
 ) -> World:
     """Nothing goes but for want of room, unless a test says otherwise."""
     settings = {"least": 4, "cell_bytes": CELL_BYTES, "high": 1.0, "low": 1.0, **cache}
     kept = msgspec.convert({"enabled": True, **settings}, Cache)
-    return World(Limits(lanes=lanes, shared=shared, cells=cells, sequences=sequences, window=window, cache=kept))
+    limits = Limits(lanes=lanes, shared=shared, cells=cells, sequences=sequences, window=window, cache=kept)
+    return World(limits, host=host, disk=disk)
 
 
 def serve(world: World, prompt: Sequence[int], most: int = 3, qos: QosClass = AGENT) -> tuple[int, Plan]:

@@ -122,6 +122,15 @@ def test_what_leaves_the_pool_without_room_in_host_memory_goes_straight_to_disk(
     assert serve(world, ONE)[0] == 59
 
 
+@pytest.mark.parametrize("cell_bytes", [0, CELL_BYTES])
+def test_without_a_disk_nothing_is_parked(cell_bytes: int) -> None:
+    world = parking_world(sequences=1, park_bytes=0, cell_bytes=cell_bytes)
+    serve(world, ONE)
+    _, plan = serve(world, OTHER)
+    assert plan.kv == (Free(0),)
+    assert not world.scheduler.parking
+
+
 def test_what_is_in_host_memory_is_parked_beside_running_lanes() -> None:
     world = parking_world(sequences=1, host_bytes=1000 * CELL_BYTES)
     serve(world, ONE)

@@ -171,6 +171,7 @@ def test_the_budget_is_kept_by_the_oldest_pins_giving_way() -> None:
 def test_a_pin_that_would_never_fit_is_refused_with_the_figures() -> None:
     world = cached_world(cells=400, window=400, pin_part=0.4)
     serve(world, range(1000, 1200))
+    assert world.scheduler.pin_cells == 160
     message = "request 1 has 202 tokens, and 160 of the pool's 400 may be pinned; raise --pin-budget-pct, which is 40"
     with pytest.raises(InvalidValue) as caught:
         pin(world, 1)

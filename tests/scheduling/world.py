@@ -11,6 +11,7 @@ from superfluidd.scheduling.plan import Paused, Plan, TickReport, Timing
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.request import Request
 from superfluidd.scheduling.scheduler import Scheduler
+from superfluidd.scheduling.shares import Share
 from superfluidd.types import QosClass
 from tests.scheduling.fake_engine import FakeEngine, submit
 
@@ -20,8 +21,10 @@ TWO = Limits(lanes=2, shared=False, cells=4 * 4096, sequences=4, window=4096, ma
 class World:
     """A scheduler and an engine that does what it is told."""
 
-    def __init__(self, limits: Limits = TWO, policy: Policy | None = None) -> None:
-        self.scheduler = Scheduler(limits, policy)
+    def __init__(
+        self, limits: Limits = TWO, policy: Policy | None = None, host: Share | None = None, disk: Share | None = None
+    ) -> None:
+        self.scheduler = Scheduler(limits, policy, host=host, disk=disk)
         self.engine = FakeEngine(limits, ends=False)
         self.now = 0.0
         self.paused: list[int] = []
