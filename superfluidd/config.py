@@ -323,6 +323,15 @@ OPTIONS: tuple[Option, ...] = (
         maximum=60_000,
     ),
     Option(
+        "idle_timeout",
+        "float",
+        0.0,
+        "Seconds without a request after which a model is unloaded until the next one; 0 is never.",
+        "SECONDS",
+        minimum=0.0,
+        maximum=604_800.0,
+    ),
+    Option(
         "drain_timeout",
         "float",
         60.0,
@@ -396,6 +405,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_budget: int = 4096
     tick_decode_budget: int = 0
     tick_target_ms: int = 2000
+    idle_timeout: float = 0.0
     drain_timeout: float = 60.0
     stall_timeout: float = 60.0
     log_format: str = "text"

@@ -117,9 +117,15 @@ class Draining(ServiceError):
 
 
 class ModelFailed(ServiceError):
-    """The model's worker died too often without a good tick; only a restart serves it again."""
+    """The model cannot be loaded, or its worker died too often without a good tick; until somebody loads it again."""
 
     code = "model_failed"
+
+
+class ModelUnloaded(ServiceError):
+    """An operator has unloaded the model, or is about to."""
+
+    code = "model_unloaded"
 
 
 class EngineFault(ServiceError):

@@ -90,6 +90,14 @@ async def _models(service: Service, _: protocol.NoParams) -> msgspec.Struct:
     return protocol.ModelsResult(service.status().models)
 
 
+async def _load(service: Service, params: protocol.LoadParams) -> msgspec.Struct:
+    return protocol.ModelResult((await service.load(params.model, files=True)).view())
+
+
+async def _unload(service: Service, params: protocol.UnloadParams) -> msgspec.Struct:
+    return protocol.ModelResult((await service.unload(params.model, now=params.now)).view())
+
+
 async def _pressure(service: Service, _: protocol.NoParams) -> msgspec.Struct:
     return service.pressure()
 
@@ -126,6 +134,8 @@ HANDLERS: Mapping[str, Handler] = {
     "pause": _pause,
     "resume": _resume,
     "models": _models,
+    "load": _load,
+    "unload": _unload,
     "pressure": _pressure,
     "mem": _mem,
     "pins": _pins,

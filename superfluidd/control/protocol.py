@@ -20,6 +20,10 @@ Role = Literal["observer", "admin"]
 """Who may call a method: an observer only reads, an admin changes things."""
 
 
+ModelState = Literal["loading", "ready", "recovering", "failed", "unloading", "unloaded", "resting"]
+"""``unloaded``: until an operator loads it again. ``resting``: unloaded for want of work; the next request loads it."""
+
+
 class LaneView(msgspec.Struct, frozen=True):
     """A running request.
 
@@ -103,7 +107,7 @@ class ModelView(msgspec.Struct, frozen=True):
 
     name: str
     path: str
-    state: Literal["loading", "ready", "recovering", "failed"]
+    state: ModelState
     error: str
     engine: str
     architecture: str
@@ -191,6 +195,26 @@ class ModelsResult(msgspec.Struct, frozen=True):
     """Every served model."""
 
     models: tuple[ModelView, ...]
+    schema: int = SCHEMA
+
+
+class LoadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``model``: the name of a model, or the absolute path of a file that is not served yet."""
+
+    model: str
+
+
+class UnloadParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``now``: end what is queued and running, instead of waiting for it."""
+
+    model: str
+    now: bool = False
+
+
+class ModelResult(msgspec.Struct, frozen=True):
+    """A model after it was loaded or unloaded."""
+
+    model: ModelView
     schema: int = SCHEMA
 
 
@@ -458,6 +482,8 @@ METHODS: tuple[Method, ...] = (
     Method("pause", ClassParams, ClassesResult, "admin"),
     Method("resume", ClassParams, ClassesResult, "admin"),
     Method("models", NoParams, ModelsResult, "observer"),
+    Method("load", LoadParams, ModelResult, "admin"),
+    Method("unload", UnloadParams, ModelResult, "admin"),
     Method("pressure", NoParams, PressureResult, "observer"),
     Method("mem", NoParams, MemResult, "observer"),
     Method("pins", NoParams, PinsResult, "observer"),

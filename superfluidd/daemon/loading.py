@@ -42,7 +42,7 @@ class Loaded(msgspec.Struct, frozen=True):
         path: the file.
         spec: how its worker loads it.
         summary: one line for the ready message.
-        cache: how KV that requests leave behind is kept.
+        cache: how KV that requests leave behind is kept; its host memory and disk space are those of all models.
         header, fit: what the file says and what was made of it; None for the simulated engine.
     """
 
@@ -64,51 +64,73 @@ def examine(settings: Settings) -> list[Loaded]:
     """
     if settings.engine == "simulated":
         names = settings.models or ("simulated",)
-        return [_simulated(settings, name, len(names)) for name in names]
+        return [_simulated(settings, name) for name in names]
     paths = [Path(model) for model in settings.models] or [bundled()]
     headers = [gguf.read_header(path) for path in paths]
     available = memory.available_memory()
     loaded: dict[str, Loaded] = {}
-    spare = min(SPARE, MOST_SEQUENCES - settings.max_batch)
     for path, header in zip(paths, headers, strict=True):
-        fit = fitting.fit(
-            header,
-            lanes=settings.max_batch,
-            spare=spare,
-            max_context=settings.max_context,
-            kv_layout=settings.kv_layout,
-            pool_tokens=settings.pool_tokens,
-            available=available,
-            sharing=len(paths),
-        )
-        name = path.stem
-        if name in loaded:
-            raise UsageError(f"two models would both be called {name}; rename one of the files")
-        loaded[name] = Loaded(
-            name=name,
-            path=str(path),
-            spec=LoadSpec(
-                runtime="llamacpp",
-                path=str(path.resolve()),
-                lanes=settings.max_batch,
-                window=fit.window,
-                layout=fit.layout,
-                cells=fit.cells,
-                threads=settings.threads or 0,
-                spare=spare,
-                park=_park(settings, name),
-            ),
-            summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
-            cache=_cache(settings, fit.bytes_per_cell, 0, len(paths)),
-            header=header,
-            fit=fit,
-        )
+        if path.stem in loaded:
+            raise UsageError(f"two models would both be called {path.stem}; rename one of the files")
+        loaded[path.stem] = _fitted(settings, path, header, available, len(paths))
     taken = sum(one.fit.weights_bytes + one.fit.kv_bytes for one in loaded.values() if one.fit is not None)
-    part = host_cache(settings, available - taken) // len(loaded)
+    host_bytes = host_cache(settings, available - taken)
     return [
-        msgspec.structs.replace(one, cache=msgspec.structs.replace(one.cache, host_bytes=part))
+        msgspec.structs.replace(one, cache=msgspec.structs.replace(one.cache, host_bytes=host_bytes))
         for one in loaded.values()
     ]
+
+
+def examine_one(settings: Settings, model: str, committed: int, host_bytes: int) -> Loaded:
+    """One model, fitted to the memory there is now, while others are served.
+
+    Args:
+        settings: what all models run with.
+        model: path of its file; for the simulated engine its name.
+        committed: bytes that the others have been promised and have not taken yet.
+        host_bytes: host memory for KV, shared by all models.
+
+    Raises:
+        ModelFileError: it cannot be served.
+    """
+    if settings.engine == "simulated":
+        return _simulated(settings, model)
+    path = Path(model)
+    one = _fitted(settings, path, gguf.read_header(path), max(0, memory.available_memory() - committed), 1)
+    return msgspec.structs.replace(one, cache=msgspec.structs.replace(one.cache, host_bytes=host_bytes))
+
+
+def _fitted(settings: Settings, path: Path, header: gguf.GgufHeader, available: int, sharing: int) -> Loaded:
+    spare = min(SPARE, MOST_SEQUENCES - settings.max_batch)
+    fit = fitting.fit(
+        header,
+        lanes=settings.max_batch,
+        spare=spare,
+        max_context=settings.max_context,
+        kv_layout=settings.kv_layout,
+        pool_tokens=settings.pool_tokens,
+        available=available,
+        sharing=sharing,
+    )
+    return Loaded(
+        name=path.stem,
+        path=str(path),
+        spec=LoadSpec(
+            runtime="llamacpp",
+            path=str(path.resolve()),
+            lanes=settings.max_batch,
+            window=fit.window,
+            layout=fit.layout,
+            cells=fit.cells,
+            threads=settings.threads or 0,
+            spare=spare,
+            park=_park(settings, path.stem),
+        ),
+        summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
+        cache=_cache(settings, fit.bytes_per_cell, 0),
+        header=header,
+        fit=fit,
+    )
 
 
 def host_cache(settings: Settings, free: int) -> int:
@@ -148,9 +170,9 @@ def _park(settings: Settings, name: str) -> str:
     return str(park_directory(settings).resolve() / name.replace("/", "_")) if settings.park else ""
 
 
-def _cache(settings: Settings, cell_bytes: int, host_bytes: int, sharing: int = 1) -> Cache:
+def _cache(settings: Settings, cell_bytes: int, host_bytes: int) -> Cache:
     return Cache(
-        park_bytes=int(settings.park_budget_gb * GIB) // sharing if settings.park else 0,
+        park_bytes=int(settings.park_budget_gb * GIB) if settings.park else 0,
         enabled=settings.prefix_cache == "on",
         host_bytes=host_bytes,
         cell_bytes=cell_bytes,
@@ -176,7 +198,7 @@ def bundled() -> Path:
     )
 
 
-def _simulated(settings: Settings, name: str, sharing: int) -> Loaded:
+def _simulated(settings: Settings, name: str) -> Loaded:
     window = settings.max_context or SIMULATED_WINDOW
     layout = "shared" if settings.kv_layout == "shared" else "per-sequence"
     cells = settings.pool_tokens or window * settings.max_batch
@@ -186,7 +208,7 @@ def _simulated(settings: Settings, name: str, sharing: int) -> Loaded:
         spec=LoadSpec(
             "simulated", "", settings.max_batch, window, layout, cells, spare=SPARE, park=_park(settings, name)
         ),
-        cache=_cache(settings, 0, host_cache(settings, SIMULATED_FREE), sharing),
+        cache=_cache(settings, 0, host_cache(settings, SIMULATED_FREE)),
         summary=f"simulated, {settings.max_batch} lanes of {window} tokens, {layout} KV",
     )
 

@@ -3,7 +3,6 @@ stop in order."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 from collections.abc import Callable
@@ -15,19 +14,16 @@ from superfluidd.config import Settings, split_address
 from superfluidd.control import paths
 from superfluidd.control import server as control
 from superfluidd.daemon import sensors, signals
+from superfluidd.daemon.fleet import Fleet
 from superfluidd.daemon.loading import Loaded, examine
-from superfluidd.daemon.model import Model
+from superfluidd.daemon.model import PARK_GRACE
 from superfluidd.daemon.os_pressure import Watcher
 from superfluidd.daemon.service import Service
-from superfluidd.engine.client import worker_starter
 from superfluidd.http import server as http
 from superfluidd.http.app import create_app
 from superfluidd.scheduling.pressure import Ladder
 
 log = logging.getLogger(__name__)
-
-PARK_GRACE = 10.0
-"""Seconds that writing KV to disk may go on for once every request has ended."""
 
 HTTP_GRACE = 2.0
 """Seconds that open connections get to read what has been sent, once every request has ended."""
@@ -49,26 +45,15 @@ async def serve(settings: Settings, socket_path: Path, ready: Callable[[Service,
         http.open_listener(*split_address(settings.http), settings.stall_timeout) as web,
         control.open_listener(socket_path) as control_socket,
     ):
-        ids = itertools.count(1)
-        models = {
-            one.name: Model(
-                one.name,
-                one.path,
-                worker_starter(one.spec, log_level=settings.log_level, log_format=settings.log_format),
-                ids,
-                policy=settings.policy,
-                caps=settings.caps,
-                cache=one.cache,
-                stall_timeout=settings.stall_timeout,
-            )
-            for one in loaded
-        }
+        fleet = Fleet(settings, loaded)
         watcher = Watcher(settings.os_pressure, sensors.arm, Ladder(hold=settings.os_pressure_hold))
-        service = Service(settings, models, str(socket_path), _address(web), watcher)
-        await _run(service, web, control_socket, lambda: ready(service, loaded))
+        service = Service(settings, fleet.models, str(socket_path), _address(web), watcher, fleet.add)
+        await _run(service, fleet, web, control_socket, lambda: ready(service, loaded))
 
 
-async def _run(service: Service, web: socket.socket, control_socket: socket.socket, ready: Callable[[], None]) -> None:
+async def _run(
+    service: Service, fleet: Fleet, web: socket.socket, control_socket: socket.socket, ready: Callable[[], None]
+) -> None:
     stop, web_stop = trio.Event(), trio.Event()
     async with trio.open_nursery() as nursery:
         await nursery.start(signals.watch, stop.set, nursery.cancel_scope.cancel)
@@ -81,8 +66,7 @@ async def _run(service: Service, web: socket.socket, control_socket: socket.sock
                 )
                 async with trio.open_nursery() as starting:
                     starting.start_soon(_cancel_on, stop, starting.cancel_scope)
-                    for model in service.models.values():
-                        await engines.start(model.run)
+                    await fleet.start(engines)
                     starting.cancel_scope.cancel()
                 if not stop.is_set():
                     ready()

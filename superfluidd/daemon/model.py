@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -24,7 +24,7 @@ from superfluidd.daemon.watch import TickWatch
 from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
 from superfluidd.engine.port import EngineInfo
 from superfluidd.engine.wire import StepDone, TokenOut
-from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading
+from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading, ModelUnloaded, SuperfluidError
 from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused, Urgency
@@ -32,6 +32,7 @@ from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.request import Phase, Request
 from superfluidd.scheduling.scheduler import TRAILS, Observed, Scheduler
+from superfluidd.scheduling.shares import Budget, Share
 from superfluidd.text.assembler import Assembler
 from superfluidd.text.template import ChatTemplate
 from superfluidd.text.vocabulary import Vocabulary
@@ -45,7 +46,14 @@ MOST_RESPAWNS = 3
 CLOSE_GRACE = 3.0
 """Seconds a worker has to end when told to."""
 
-State = Literal["loading", "ready", "recovering", "failed"]
+PARK_GRACE = 10.0
+"""Seconds that writing KV to disk may go on for once every request has ended."""
+
+State = Literal["loading", "ready", "recovering", "failed", "unloaded", "resting"]
+"""``unloaded``: by an operator, until one loads it again. ``resting``: for want of work; the next request loads it."""
+
+Refit = Callable[[], Awaitable[tuple[StartEngine, Cache]]]
+"""Looks at a model's file again, and fits it to the memory there is now. Raises what a start would."""
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -78,7 +86,10 @@ class Model:
         start_engine: starts its engine.
         ids: hands out request ids, unique over all models of the daemon.
         policy, caps: the scheduler's settings; ``cache``: how KV is kept.
+        budgets: of host memory and of disk space, if other models use them as well.
+        refit: asked before the model is loaded again; by default it is loaded as it was.
         stall_timeout: seconds a client may leave its stream unread.
+        idle_timeout: seconds without a request after which it is unloaded; 0 is never.
         clock: seconds; Trio's, so that tests can use a virtual one.
     """
 
@@ -92,7 +103,10 @@ class Model:
         policy: Policy | None = None,
         caps: Mapping[QosClass, int] | None = None,
         cache: Cache | None = None,
+        budgets: Sequence[Budget] = (),
+        refit: Refit | None = None,
         stall_timeout: float = 60.0,
+        idle_timeout: float = 0.0,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
         self.name = name
@@ -110,8 +124,13 @@ class Model:
         self._policy = policy or Policy()
         self._caps: dict[QosClass, int] = dict(caps or {})
         self._cache = cache or Cache()
+        self._paused: tuple[QosClass, ...] = ()
+        self._budgets = budgets
+        self._shares: tuple[Share, ...] = ()
+        self._refit = refit
         self._ids = ids
         self._stall_timeout = stall_timeout
+        self._idle_timeout = idle_timeout
         self._clock = clock
         self._info: EngineInfo | None = None
         self._engine: Engine | None = None
@@ -124,6 +143,18 @@ class Model:
         self._idle = trio.Event()
         self._idle.set()
         self._rung = Rung.NORMAL
+        self.leaving = False
+        """It takes nothing new, and is unloaded once it is idle or out of patience."""
+        self._rests = False
+        """What unloads it, or has, is want of work."""
+        self._begun = False
+        """It has been loaded once, or need not be."""
+        self._again = False
+        """This is not the first time that it is loaded."""
+        self._wanted = trio.Event()
+        self._residence = trio.CancelScope()
+        self._tasks: trio.Nursery | None = None
+        self._last_used = clock()
         self._respawns = 0
         self._without_good_tick = 0
         self._watch = TickWatch()
@@ -132,17 +163,48 @@ class Model:
 
     # -- the task -------------------------------------------------------------------------------------------------
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Load the model and serve it until cancelled. Started once it is loaded.
+    async def run(
+        self, *, must_load: bool = True, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Load the model and serve it until cancelled; unloaded or failed, wait to be told to load it again. Started
+        once it is loaded.
+
+        Args:
+            must_load: a model that cannot be loaded in the first place is an error. Otherwise this is started at once.
 
         Resource handling: the engine lives in a nursery of its own, and is ended when this is cancelled.
-        Error handling: an engine that dies is replaced; one that cannot be is a failed model, and this waits on.
+        Error handling: an engine that dies is replaced; one that cannot be is a failed model.
 
         Raises:
             ModelFileError: the model could not be loaded in the first place.
         """
-        started = False
-        while True:
+        async with trio.open_nursery() as self._tasks:
+            if not must_load:
+                task_status.started()
+            self._begun = not must_load
+            if self._idle_timeout:
+                self._tasks.start_soon(self._rest_when_idle)
+            while True:
+                with trio.CancelScope() as self._residence:
+                    await self._reside(task_status)
+                if self.leaving:
+                    self._gone("resting" if self._rests else "unloaded")
+                elif must_load and self._info is None:
+                    break
+                await self._wanted.wait()
+                self._wanted, self._again = trio.Event(), True
+            self._tasks.cancel_scope.cancel()
+        raise ModelFileError(f"{self.path}: {self.error}")
+
+    async def _reside(self, task_status: trio.TaskStatus[None]) -> None:
+        """Load it, serve it, replace its engine. Returns once it has failed."""
+        if self._again and self._refit is not None:
+            try:
+                self._start_engine, self._cache = await self._refit()
+            except SuperfluidError as error:
+                self._fail(error.message)
+        while self.state != "failed":
+            await trio.sleep(0.1 * self._without_good_tick)
             async with trio.open_nursery() as nursery:
                 engine = await self._start_engine(nursery, self._wake, self._note_progress)
                 if isinstance(engine, LoadRefused):
@@ -151,8 +213,8 @@ class Model:
                     self._lost(engine)
                 else:
                     self._adopt(engine)
-                    if not started:
-                        started = True
+                    if not self._begun:
+                        self._begun = True
                         task_status.started()
                     try:
                         self._lost(await self._crank(engine))
@@ -161,15 +223,69 @@ class Model:
                         with trio.CancelScope(shield=True):  # bounded by the grace
                             await engine.close(CLOSE_GRACE)
                 nursery.cancel_scope.cancel()
-            if self.state == "failed":
-                if not started:
-                    raise ModelFileError(f"{self.path}: {self.error}")
-                await trio.sleep_forever()
-            await trio.sleep(0.1 * self._without_good_tick)
+
+    def _gone(self, state: Literal["unloaded", "resting"]) -> None:
+        """Everything it had is given back. What an operator has set stays."""
+        if self._scheduler is not None:
+            self._deliver(self._scheduler.finish_all(FinishReason.ABORT, self._why_gone), code=ModelUnloaded.code)
+        self._forget()
+        self.leaving = False
+        self._set_state(state)
+        log.info("model %s is unloaded%s", self.name, ": the next request loads it" if state == "resting" else "")
+
+    def _forget(self) -> None:
+        """A scheduler is as large as its engine: the next one gets a new one."""
+        if self._scheduler is not None:
+            stats = self._scheduler.statistics()
+            self._caps, self._paused = stats.caps, stats.paused
+        for share in self._shares:
+            share.leave()
+        self._scheduler = None
+        self._undelivered.clear()
+        self._ended.clear()
+        self._watch.end()
+        self._rates = (0.0, 0.0)
+        self._without_good_tick, self.progress, self.error = 0, 0.0, ""
+
+    @property
+    def _why_gone(self) -> str:
+        return f"model {self.name} was unloaded before the request was complete"
+
+    async def _leave(self, patience: float) -> None:
+        """Let what is queued and running end, as long as there is patience, then what is being parked, then go."""
+        residence = self._residence
+        with trio.move_on_after(patience):
+            await self.wait_idle()
+        self.abort_all(self._why_gone, ModelUnloaded.code)
+        with trio.move_on_after(PARK_GRACE):
+            await self.wait_parked()
+        residence.cancel()
+
+    async def _rest_when_idle(self) -> None:
+        """Unload it when nobody has wanted anything of it for long enough, and nothing of it is pinned."""
+        while True:
+            await self.wait_idle()
+            rest = self._last_used + self._idle_timeout - self._clock()
+            pinned = self._scheduler is not None and bool(self._scheduler.pins())
+            if self.state != "ready" or self.leaving:
+                await self._changed.wait()
+            elif rest > 0 or pinned:
+                await trio.sleep(rest if rest > 0 else 1.0)
+            else:
+                log.info("model %s: nothing was asked of it for %g s", self.name, self._idle_timeout)
+                self._begin_to_leave(0.0, rests=True)
+
+    def _begin_to_leave(self, patience: float, *, rests: bool) -> None:
+        assert self._tasks is not None
+        self.leaving, self._rests = True, rests
+        self._set_state(self.state)
+        self._tasks.start_soon(self._leave, patience)
 
     def _adopt(self, engine: Engine) -> None:
         info = engine.info
         if self._scheduler is None:
+            self._shares = tuple(budget.join(self.nudge) for budget in self._budgets)
+            host, disk = self._shares or (None, None)
             self._scheduler = Scheduler(
                 Limits(
                     lanes=info.lanes,
@@ -185,8 +301,13 @@ class Model:
                     ),
                 ),
                 self._policy,
-                self._caps,
+                # Fewer lanes than last time may not hold them all.
+                {qos: min(lanes, info.lanes) for qos, lanes in self._caps.items()},
+                host=host,
+                disk=disk,
             )
+            for qos in self._paused:
+                self._scheduler.set_paused(qos, True)
             self._scheduler.set_pressure(self._rung)
             self.vocabulary = engine.vocabulary
             self.template = ChatTemplate(info.chat_template, bos=info.bos_text, eos=info.eos_text)
@@ -194,6 +315,7 @@ class Model:
         engine.on_sealed = self._note_sealed
         self._info = info
         self._engine = engine
+        self._last_used = self._clock()
         self._set_state("ready")
 
     async def _crank(self, engine: Engine) -> EngineLost:
@@ -328,6 +450,7 @@ class Model:
 
     def _end(self, request: RequestId, reason: FinishReason, error: str = "", code: str = "") -> None:
         live = self._live.pop(request)
+        self._last_used = self._clock()
         self._ended[request] = live.origin
         if len(self._ended) > TRAILS:
             self._ended.popitem(last=False)
@@ -367,6 +490,61 @@ class Model:
     def _note_progress(self, fraction: float) -> None:
         self.progress = fraction
 
+    # -- loading and unloading ------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Load it if it is not; return once it can serve. Cancelling the wait changes nothing.
+
+        Raises:
+            ModelFailed: it cannot be loaded; the message says why.
+            ModelUnloaded: it is being unloaded.
+        """
+        if self.leaving:
+            raise self._not_ready()
+        if self.state in ("failed", "unloaded", "resting"):
+            self._forget()
+            self._set_state("loading")
+            self._wanted.set()
+        while self.state in ("loading", "recovering") and not self.leaving:
+            await self._changed.wait()
+        if self.state == "failed":
+            raise ModelFailed(f"model {self.name} cannot be loaded: {self.error}")
+        if self.state != "ready" or self.leaving:
+            raise self._not_ready()
+
+    async def wake(self) -> None:
+        """Load it if it rests, and return once it can serve.
+
+        Raises:
+            ModelFailed: it cannot be loaded.
+        """
+        self._last_used = self._clock()
+        while self._rests and (self.leaving or self.state in ("resting", "loading")):
+            if self.leaving:
+                await self._changed.wait()
+            else:
+                await self.load()
+
+    async def unload(self, patience: float) -> None:
+        """Take nothing new; unload it once everything has ended, or ``patience`` seconds have passed and what was left
+        has been ended. Return then; cancelling the wait changes nothing. Calling it again can only shorten the
+        patience to none.
+
+        Raises:
+            ModelLoading: it is being loaded for the first time.
+        """
+        self._rests = False
+        if self.leaving and not patience:
+            self.abort_all(self._why_gone, ModelUnloaded.code)
+        if not self.leaving and self.state in ("failed", "resting"):
+            self._gone("unloaded")
+        elif not self.leaving and self.state != "unloaded":
+            if not self._begun:
+                raise ModelLoading(f"model {self.name} is being loaded; unload it when it has been", retry_after=2)
+            self._begin_to_leave(patience, rests=False)
+        while self.leaving:
+            await self._changed.wait()
+
     # -- what the edges call --------------------------------------------------------------------------------------
 
     @property
@@ -387,9 +565,12 @@ class Model:
             raise self._not_ready()
         return self._scheduler.window
 
-    def _not_ready(self) -> ModelLoading | ModelFailed:
+    def _not_ready(self) -> ModelLoading | ModelFailed | ModelUnloaded:
+        if self.leaving or self.state in ("unloaded", "resting"):
+            doing = "is being unloaded" if self.leaving else "is not loaded"
+            return ModelUnloaded(f"model {self.name} {doing}; `sfctl load {self.name}` loads it again")
         if self.state == "failed":
-            return ModelFailed(f"model {self.name} has failed and needs a restart of the daemon: {self.error}")
+            return ModelFailed(f"model {self.name} has failed; `sfctl load {self.name}` tries it again: {self.error}")
         if self.state == "recovering":
             return ModelLoading(f"model {self.name} is recovering; try again in a moment", retry_after=1)
         return ModelLoading(f"model {self.name} is being loaded ({self.progress:.0%}); try again soon", retry_after=2)
@@ -398,8 +579,9 @@ class Model:
         """Token ids of a text; it never waits for a tick. While the worker is being replaced it waits for the new one.
 
         Raises:
-            ModelLoading, ModelFailed: there is no engine to ask.
+            ModelLoading, ModelFailed, ModelUnloaded: there is no engine to ask.
         """
+        self._last_used = self._clock()
         while True:
             while self.state == "recovering":
                 await self._changed.wait()
@@ -418,10 +600,10 @@ class Model:
 
         Raises:
             ContextLengthExceeded: the prompt does not fit.
-            ModelLoading, ModelFailed: there is nothing to run it on.
+            ModelLoading, ModelFailed, ModelUnloaded: there is nothing to run it on.
         """
         scheduler = self._scheduler
-        if scheduler is None or self.state == "failed":
+        if scheduler is None or self.leaving or self.state == "failed":
             raise self._not_ready()
         record = scheduler.submit(
             request.prompt,
@@ -547,7 +729,7 @@ class Model:
         return ModelView(
             name=self.name,
             path=self.path,
-            state=self.state,
+            state="unloading" if self.leaving else self.state,
             error=self.error,
             engine=f"{info.runtime} {info.version}" if info else "",
             architecture=info.architecture if info else "",

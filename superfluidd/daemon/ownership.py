@@ -21,6 +21,20 @@ def resident(pid: int) -> int:
     return held
 
 
+def outstanding(model: Model) -> int:
+    """Bytes that a model has been promised and that the operating system still counts as available: its weights, which
+    are mapped, and what of its pool was never written."""
+    view, footprint = model.view(), model.footprint
+    own = 0
+    if view.worker_pid and view.worker_pid != os.getpid():
+        try:
+            held = psutil.Process(view.worker_pid).memory_info()
+            own = held.rss - getattr(held, "shared", 0)
+        except psutil.Error:
+            own = 0
+    return footprint.weights + max(0, footprint.pool - own)
+
+
 def memory(models: Iterable[Model]) -> MemResult:
     """Every owner. What a worker holds beyond its weights, its pool and what is saved are buffers and libraries."""
     owners: list[MemoryOwner] = []

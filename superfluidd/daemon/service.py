@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import trio
 
@@ -24,7 +24,7 @@ from superfluidd.daemon import ownership, steering
 from superfluidd.daemon.ended import Ended
 from superfluidd.daemon.model import Model
 from superfluidd.daemon.os_pressure import Watcher
-from superfluidd.errors import Draining, UnknownModel, UnknownRequest
+from superfluidd.errors import Draining, ModelFailed, UnknownModel, UnknownRequest
 from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.qos import parse_class
 from superfluidd.scheduling.request import Request
@@ -40,6 +40,8 @@ class Service:
         socket: path of the control socket, for status.
         http: address the HTTP listener is bound to, for status; by default the one in the settings.
         watcher: of the operating system's memory; by default nobody watches it.
+        add: makes and starts a model from the file of that path; by default nothing can be added. Raises what a start
+            would.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Service:
         socket: str = "",
         http: str = "",
         watcher: Watcher | None = None,
+        add: Callable[[str], Awaitable[Model]] | None = None,
     ) -> None:
         self.settings = settings
         self.watcher = watcher or Watcher("off", lambda: None)
@@ -56,17 +59,20 @@ class Service:
         self.socket = socket
         self.http = http or settings.http
         self.ended = Ended()
+        self._add = add
         self._started = trio.current_time()
         for model in models.values():
             model.on_ended = self._note_ended
         self.watcher.apply = self._apply_pressure
         self._draining = False
+        self._rung = Rung.NORMAL
 
     def _note_ended(self, record: Request) -> None:
         arrived = record.arrived - self._started
         self.ended.add(TraceEntry(arrived, record.qos.label, record.prompt, record.generated))
 
     def _apply_pressure(self, rung: Rung) -> None:
+        self._rung = rung
         for model in self.models.values():
             model.set_pressure(rung)
 
@@ -81,15 +87,68 @@ class Service:
         Raises:
             UnknownModel: no such model.
             Draining: the daemon takes no new work.
+
+        Without a name, models that an operator has unloaded are passed over while there are others.
         """
         if name is None:
-            model = next(iter(self.models.values()))
-        elif name in self.models:
-            model = self.models[name]
+            every = list(self.models.values())
+            model = next((model for model in every if model.state != "unloaded" and not model.leaving), every[0])
         else:
-            raise UnknownModel(name, list(self.models))
+            model = self.named(name)
         if self._draining:
             raise Draining("the daemon is draining and takes no new requests", retry_after=5)
+        return model
+
+    def named(self, name: str) -> Model:
+        """The model of that name, in whatever state. Raises :class:`UnknownModel`."""
+        if name not in self.models:
+            raise UnknownModel(name, list(self.models))
+        return self.models[name]
+
+    async def load(self, name: str, *, files: bool) -> Model:
+        """Load a model; return once it can serve.
+
+        Args:
+            name: a served one; or, with ``files``, a path: that file is served from now on.
+
+        Raises:
+            Draining: the daemon is about to end.
+            ModelFailed: it cannot be loaded.
+            ModelFileError, UsageError: the file cannot be served.
+            ModelUnloaded: it is being unloaded.
+            UnknownModel: there is none of that name, and it is no path.
+        """
+        if self._draining:
+            raise Draining("the daemon is draining and loads nothing")
+        model = self.models.get(name)
+        if model is not None:
+            await model.load()
+            return model
+        if self._add is None or not files:
+            raise UnknownModel(name, list(self.models))
+        before = len(self.models)
+        model = await self._add(name)
+        added = len(self.models) > before
+        model.on_ended = self._note_ended
+        model.set_pressure(self._rung)
+        try:
+            await model.load()
+        except ModelFailed:
+            if added:  # nobody has ever been served by it: it is nothing that could be broken
+                await model.unload(0.0)
+            raise
+        return model
+
+    async def unload(self, name: str, *, now: bool) -> Model:
+        """Unload a model; return when it is. What is queued and running goes on for at most the drain timeout; with
+        ``now`` it ends at once, with an error that says so.
+
+        Raises:
+            ModelLoading: the daemon is still starting it.
+            UnknownModel: no such model.
+        """
+        model = self.named(name)
+        await model.unload(0.0 if now else self.settings.drain_timeout)
         return model
 
     def cancel(self, ident: str) -> tuple[RequestId, ...]:
@@ -218,5 +277,6 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Every model can take a request now."""
-        return not self._draining and all(model.state == "ready" for model in self.models.values())
+        """Every model can take a request now, but for those that an operator has unloaded or that rest."""
+        states = {model.state for model in self.models.values()}
+        return not self._draining and states <= {"ready", "unloaded", "resting"} and states != {"unloaded"}

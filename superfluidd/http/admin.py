@@ -1,14 +1,28 @@
-"""``/slots``: the lanes, as clients of other servers look for them."""
+"""``/slots``: the lanes, as clients of other servers look for them; and loading and unloading of models.
+
+A page in a browser can send a form to any address. It cannot send JSON there unless it is allowed to: so what changes
+something asks for JSON by name. Only models that are served can be loaded here; new files take the control socket.
+"""
 
 from __future__ import annotations
 
-from quart import Blueprint
+from quart import Blueprint, request
 from quart.wrappers import Response
 
 from superfluidd.control.protocol import LaneView
 from superfluidd.daemon.model import Model
 from superfluidd.daemon.service import Service
-from superfluidd.http.body import json_reply
+from superfluidd.errors import ClientError
+from superfluidd.http import schema
+from superfluidd.http.body import json_reply, read_body
+from superfluidd.http.openai import model_object
+
+
+class NotJson(ClientError):
+    """The body is not said to be JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 def blueprint(service: Service) -> Blueprint:
@@ -22,7 +36,23 @@ def blueprint(service: Service) -> Blueprint:
             found += _lanes(model, first=len(found))
         return json_reply(found)
 
+    @routes.post("/v1/models/load")
+    async def load() -> Response:
+        body = schema.decode_load(await _read_json())
+        return json_reply(model_object(await service.load(body.model, files=False)))
+
+    @routes.post("/v1/models/unload")
+    async def unload() -> Response:
+        body = schema.decode_unload(await _read_json())
+        return json_reply(model_object(await service.unload(body.model, now=body.now)))
+
     return routes
+
+
+async def _read_json() -> bytes:
+    if not request.is_json:
+        raise NotJson("send this with `content-type: application/json`")
+    return await read_body()
 
 
 def _lanes(model: Model, first: int) -> list[dict[str, object]]:

@@ -14,6 +14,7 @@ from superfluidd.errors import (
     EngineFault,
     ModelFailed,
     ModelLoading,
+    ModelUnloaded,
     PayloadTooLarge,
     ServiceError,
     SuperfluidError,
@@ -59,7 +60,8 @@ _HTTP_CODES = {
 }
 
 _BY_CODE: dict[str, type[ServiceError]] = {
-    kind.code: kind for kind in (EngineFault, ModelFailed, ModelLoading, Draining, ShuttingDown, RequestCancelled)
+    kind.code: kind
+    for kind in (EngineFault, ModelFailed, ModelLoading, ModelUnloaded, Draining, ShuttingDown, RequestCancelled)
 }
 
 

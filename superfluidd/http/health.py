@@ -2,8 +2,8 @@
 
 * ``/livez``: the daemon answers.
 * ``/health``: it would take a request: not draining, and a model is there to serve it, even if its worker is being
-  replaced right now.
-* ``/readyz``: every model can serve at once.
+  replaced right now, or it rests.
+* ``/readyz``: every model can serve at once, but for those that an operator has unloaded or that rest.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def blueprint(service: Service) -> Blueprint:
         elif loaded:
             status = "ok"
         else:
-            status = "loading" if "loading" in states else "failed"
+            status = next((state for state in ("resting", "loading", "failed") if state in states), "unloaded")
         record: dict[str, object] = {"status": status, "models_loaded": loaded, "models_known": len(states)}
-        return json_reply(record, 200 if status == "ok" else 503)
+        return json_reply(record, 200 if status in ("ok", "resting") else 503)
 
     @routes.get("/readyz")
     async def readyz() -> Response:

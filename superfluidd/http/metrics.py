@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,7 +20,7 @@ from quart import Blueprint, request
 from quart.wrappers import Response
 
 from superfluidd import __version__
-from superfluidd.control.protocol import ModelView
+from superfluidd.control.protocol import ModelState, ModelView
 from superfluidd.daemon.service import Service
 from superfluidd.types import QosClass
 
@@ -86,7 +87,7 @@ _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
 )
 """Metric, attribute of Latency, help."""
 
-_STATES = ("loading", "ready", "recovering", "failed")
+_STATES: tuple[str, ...] = get_args(ModelState)
 
 
 class ServiceCollector(Collector):

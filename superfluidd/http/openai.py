@@ -13,7 +13,7 @@ from quart.wrappers import Response
 from superfluidd.daemon.model import Model
 from superfluidd.daemon.service import Service
 from superfluidd.daemon.streams import GenerationRequest, Usage
-from superfluidd.errors import InvalidValue, UnknownModel
+from superfluidd.errors import InvalidValue
 from superfluidd.http import generate, sampling, schema, sse
 from superfluidd.http.body import json_reply, read_body
 from superfluidd.http.lifetime import lifetime
@@ -29,6 +29,7 @@ def blueprint(service: Service) -> Blueprint:
     async def chat() -> Response:
         body = schema.decode_chat(await read_body())
         model = service.resolve(body.model)
+        await model.wake()
         alternatives = sampling.alternatives("top_logprobs", body.top_logprobs) or 0
         logprobs = alternatives if body.logprobs else None
         pattern = _pattern(service, model, body, logprobs, "messages")
@@ -40,6 +41,7 @@ def blueprint(service: Service) -> Blueprint:
     async def completions() -> Response:
         body = schema.decode_completion(await read_body())
         model = service.resolve(body.model)
+        await model.wake()
         logprobs = sampling.alternatives("logprobs", body.logprobs)
         pattern = _pattern(service, model, body, logprobs, "prompt")
         prompts = [await text_prompt(model, prompt) for prompt in schema.prompts(body)]
@@ -48,14 +50,11 @@ def blueprint(service: Service) -> Blueprint:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return json_reply({"object": "list", "data": [_model_object(model) for model in service.models.values()]})
+        return json_reply({"object": "list", "data": [model_object(model) for model in service.models.values()]})
 
     @routes.get("/v1/models/<path:name>")
     async def one_model(name: str) -> Response:
-        model = service.models.get(name)
-        if model is None:
-            raise UnknownModel(name, list(service.models))
-        return json_reply(_model_object(model))
+        return json_reply(model_object(service.named(name)))
 
     return routes
 
@@ -151,8 +150,16 @@ def _not_empty(tokens: Sequence[int], param: str) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _model_object(model: Model) -> dict[str, object]:
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "superfluidd"}
+def model_object(model: Model) -> dict[str, object]:
+    """A model as OpenAI's clients read it; ``loaded`` and ``state`` are ours."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "superfluidd",
+        "loaded": model.state in ("ready", "recovering"),
+        "state": model.view().state,
+    }
 
 
 def _now() -> int:

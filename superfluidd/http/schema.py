@@ -1,4 +1,5 @@
-"""Request bodies of OpenAI's two generation calls: bytes to checked records, or an error that names the field.
+"""Request bodies, of OpenAI's two generation calls and of loading and unloading: bytes to checked records, or an error
+that names the field.
 
 Types are msgspec's business: strict, so true is not a number and "5" is not 5. Unknown fields are ignored, and null
 means absent. Known fields that this server cannot honour are listed in :data:`HARMLESS` with the values that would
@@ -12,6 +13,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -142,6 +145,23 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 """Values, beside null, that ask for what happens anyway."""
 
 _BodyT = TypeVar("_BodyT", bound=Body)
+
+
+class LoadBody(msgspec.Struct, frozen=True):
+    """``POST /v1/models/load``."""
+
+    model: str
+
+
+class UnloadBody(msgspec.Struct, frozen=True):
+    """``POST /v1/models/unload``; ``now``: end its requests instead of waiting for them."""
+
+    model: str
+    now: bool = False
+
+
+_LOAD = msgspec.json.Decoder(LoadBody)
+_UNLOAD = msgspec.json.Decoder(UnloadBody)
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 
@@ -169,6 +189,18 @@ def decode_completion(data: bytes) -> CompletionBody:
     body = _decode(_COMPLETION, data)
     prompts(body)
     return body
+
+
+def decode_load(data: bytes) -> LoadBody:
+    """What to load. Raises :class:`MalformedJson`, :class:`InvalidValue`."""
+    with _refusals(data):
+        return _LOAD.decode(data)
+
+
+def decode_unload(data: bytes) -> UnloadBody:
+    """What to unload. Raises :class:`MalformedJson`, :class:`InvalidValue`."""
+    with _refusals(data):
+        return _UNLOAD.decode(data)
 
 
 def prompts(body: CompletionBody) -> list[str | list[int]]:
@@ -253,20 +285,27 @@ def _check_message(message: Message, where: str) -> None:
 
 
 def _decode(decoder: msgspec.json.Decoder[_BodyT], data: bytes) -> _BodyT:
-    try:
+    with _refusals(data):
         body = decoder.decode(data)
         refusable = {name: msgspec.json.decode(getattr(body, name)) for name in HARMLESS}
+    if not 1 <= body.choices <= MAX_CHOICES:
+        raise InvalidValue(f"n must be from 1 to {MAX_CHOICES}, got {body.n}", param="n")
+    for name, value in refusable.items():
+        _check_honoured(name, value, refusable, body)
+    return body
+
+
+@contextmanager
+def _refusals(data: bytes) -> Iterator[None]:
+    """msgspec's errors as ours."""
+    try:
+        yield
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
     except msgspec.DecodeError as error:
         raise _not_json(data, str(error)) from None
     except RecursionError:
         raise MalformedJson("the request body is nested too deeply") from None
-    if not 1 <= body.choices <= MAX_CHOICES:
-        raise InvalidValue(f"n must be from 1 to {MAX_CHOICES}, got {body.n}", param="n")
-    for name, value in refusable.items():
-        _check_honoured(name, value, refusable, body)
-    return body
 
 
 def _check_honoured(name: str, value: object, fields: dict[str, object], body: Body) -> None:

@@ -141,6 +141,13 @@ PINS = PinsResult(
 )
 
 
+class FakeModel:
+    """What is loaded and unloaded."""
+
+    def view(self) -> ModelView:
+        return MODEL
+
+
 class FakeService:
     """Answers with the records above; ``idle`` decides when a drain has waited long enough."""
 
@@ -185,6 +192,14 @@ class FakeService:
 
     def set_class_paused(self, qos: str, paused: bool) -> None:
         self.steered.append(("paused", qos, paused))
+
+    async def load(self, name: str, *, files: bool) -> FakeModel:
+        self.steered.append(("load", name, files))
+        return FakeModel()
+
+    async def unload(self, name: str, *, now: bool) -> FakeModel:
+        self.steered.append(("unload", name, now))
+        return FakeModel()
 
     def pressure(self) -> PressureResult:
         return PRESSURE

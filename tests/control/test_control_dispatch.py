@@ -61,6 +61,8 @@ def test_every_row_of_the_method_table_has_a_handler() -> None:
         ("lanes", None, protocol.LanesResult((LANE,))),
         ("queue", None, protocol.QueueResult((WAITING,))),
         ("models", None, protocol.ModelsResult((MODEL,))),
+        ("load", {"model": "m"}, protocol.ModelResult(MODEL)),
+        ("unload", {"model": "m"}, protocol.ModelResult(MODEL)),
         ("pressure", None, PRESSURE),
         ("mem", None, MEMORY),
         ("pins", None, PINS),
@@ -191,6 +193,8 @@ def test_roles_are_compared_in_one_place(monkeypatch: pytest.MonkeyPatch) -> Non
         "pause": {"qos": "agent"},
         "resume": {"qos": "agent"},
         "trace": {"cursor": -1},
+        "load": {"model": "m"},
+        "unload": {"model": "m"},
         "pin": {"id": "7"},
         "unpin": {"id": "7"},
     }
@@ -202,6 +206,14 @@ def test_roles_are_compared_in_one_place(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not service.steered
     with pytest.raises(PermissionDenied, match="takes an admin"):
         dispatch.authorize(ME, OWNER, dispatch.METHODS["drain"])
+
+
+def test_files_are_loaded_from_here_and_a_model_is_unloaded_with_or_without_patience() -> None:
+    service = FakeService()
+    ask("load", {"model": "/m.gguf"}, service=service)
+    ask("unload", {"model": "m"}, service=service)
+    ask("unload", {"model": "m", "now": True}, service=service)
+    assert service.steered == [("load", "/m.gguf", True), ("unload", "m", False), ("unload", "m", True)]
 
 
 def test_a_pins_time_reaches_the_service() -> None:

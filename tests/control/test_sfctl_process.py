@@ -137,6 +137,27 @@ def test_a_conversation_is_pinned_and_unpinned(daemon: Daemon) -> None:
     assert "give one such as 90s, 10m, 2h or 1d" in wrong.stderr
 
 
+def test_a_model_is_unloaded_and_loaded(daemon: Daemon) -> None:
+    done = daemon.sfctl("unload", "simulated")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "simulated is unloaded\n", "")
+    assert "unloaded" in daemon.sfctl("models").stdout
+    refused = daemon.http.post("/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unloaded")
+    done = daemon.sfctl("load", "simulated")
+    assert (done.returncode, done.stdout) == (0, "simulated is ready: 2 lanes of 8,192 tokens\n")
+    done = daemon.sfctl("load", "another")
+    assert (done.returncode, done.stdout) == (0, "another is ready: 2 lanes of 8,192 tokens\n")
+    body = {"prompt": "x", "max_tokens": 3, "model": "another"}
+    assert daemon.http.post("/v1/completions", json=body).status_code == 200
+    running = daemon.stream("hello", max_tokens=3000, ignore_eos=True, model="another")
+    next(running)
+    done = daemon.sfctl("unload", "another", "--now", "--json")
+    assert json.loads(done.stdout)["model"]["state"] == "unloaded"
+    assert list(running)[-1]["error"]["code"] == "model_unloaded"
+    for verb in (["unload", "nobody"], ["unload", "simulated", "--soon"]):
+        assert daemon.sfctl(*verb).returncode in (REFUSED, USAGE)
+
+
 def test_the_environment_names_the_socket_and_the_flag_outweighs_it(daemon: Daemon, tmp_path: Path) -> None:
     here, nowhere = str(daemon.socket), str(tmp_path / "none")
     assert sfctl("status", SUPERFLUIDD_SOCKET=here).returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -204,3 +205,13 @@ def test_a_time(text: str, seconds: float) -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="give one such as 90s, 10m, 2h or 1d"):
         pins.parse_time(text)
+
+
+@pytest.mark.parametrize("text", ["m", "org:model", "m.bin"])
+def test_a_name_stays_a_name(text: str) -> None:
+    assert lifecycle.named(text) == text
+
+
+@pytest.mark.parametrize("text", ["m.gguf", "./m", "/m.gguf", "org/model"])
+def test_a_path_is_made_absolute_for_a_daemon_that_runs_elsewhere(text: str) -> None:
+    assert lifecycle.named(text) == str(Path.cwd() / text)

@@ -48,13 +48,13 @@ def test_nowhere_to_park_is_said() -> None:
         loading.park_directory(Settings(park=True), {})
 
 
-def test_every_model_has_its_own_directory_and_its_share_of_the_disk(tmp_path: Path) -> None:
+def test_every_model_has_its_own_directory_and_all_share_the_disk(tmp_path: Path) -> None:
     settings = Settings(
         engine="simulated", models=("org/one", "two"), park=True, park_dir=str(tmp_path), park_budget_gb=4.0
     )
     one, two = loading.examine(settings)
     assert (one.spec.park, two.spec.park) == (str(tmp_path / "org_one"), str(tmp_path / "two"))
-    assert one.cache.park_bytes == two.cache.park_bytes == 2 * GIB
+    assert one.cache.park_bytes == two.cache.park_bytes == 4 * GIB
 
 
 def test_nothing_is_parked_unless_told() -> None:

@@ -233,7 +233,7 @@ async def test_too_many_deaths_without_a_good_tick_fail_the_model_with_a_typed_e
     assert len(simulated.engines) == 4
     assert model.view().state == "failed"
     assert not service.ready
-    with pytest.raises(ModelFailed, match="restart"):
+    with pytest.raises(ModelFailed, match="`sfctl load simulated` tries it again"):
         ask(model, prompt(3, 5), 1)
     with pytest.raises(ModelFailed):
         await model.tokenize("x", add_bos=False, parse_special=False)

@@ -11,7 +11,15 @@ COLUMNS = (
     *(">DECODE/S", ">PREFILL/S", ">LAST STEP", ">THREADS", ">WORKER", ">RESPAWNS"),
 )
 
-STATE_COLOURS: dict[str, Colour] = {"ready": "green", "loading": "yellow", "recovering": "yellow", "failed": "red"}
+STATE_COLOURS: dict[str, Colour] = {
+    "ready": "green",
+    "loading": "yellow",
+    "recovering": "yellow",
+    "failed": "red",
+    "unloading": "yellow",
+    "unloaded": "dim",
+    "resting": "dim",
+}
 
 
 def status(context: Context) -> str:

@@ -1,0 +1,92 @@
+"""The models of a daemon: made from what the settings ask for, and from what operators add while it runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import trio
+
+from superfluidd.config import Settings
+from superfluidd.daemon import ownership
+from superfluidd.daemon.loading import Loaded, examine_one
+from superfluidd.daemon.model import Model
+from superfluidd.engine.client import StartEngine, worker_starter
+from superfluidd.errors import UsageError
+from superfluidd.scheduling.entries import Cache
+from superfluidd.scheduling.shares import Budget
+
+
+class Fleet:
+    """Makes models and starts those that come later.
+
+    Args:
+        settings: what all of them run with.
+        loaded: those to begin with; at least one.
+
+    Attributes:
+        models: by served name, the default first.
+    """
+
+    def __init__(self, settings: Settings, loaded: Sequence[Loaded]) -> None:
+        self._settings = settings
+        self._ids = itertools.count(1)
+        self._host_bytes = loaded[0].cache.host_bytes
+        self._budgets = Budget(self._host_bytes), Budget(loaded[0].cache.park_bytes)
+        self._engines: trio.Nursery | None = None
+        self.models = {one.name: self._model(one) for one in loaded}
+
+    async def start(self, engines: trio.Nursery) -> None:
+        """Load every model, one after the other. Raises what :meth:`Model.run` does."""
+        self._engines = engines
+        for model in list(self.models.values()):
+            await engines.start(model.run)
+
+    async def add(self, path: str) -> Model:
+        """A model from a file that is not served yet; it is loading when this returns.
+
+        Raises:
+            ModelFileError: the file cannot be served.
+            UsageError: a model of its name is served from another file, or the daemon is only starting.
+        """
+        if self._engines is None:
+            raise UsageError("the daemon is starting; try again when it is ready")
+        one = await self._examine(path)
+        if one.name in self.models:
+            served = self.models[one.name]
+            if served.path != one.path:
+                raise UsageError(f"{one.name} is served from {served.path} already; rename one of the files")
+            return served
+        model = self.models[one.name] = self._model(one)
+        await self._engines.start(partial(model.run, must_load=False))
+        return model
+
+    async def _examine(self, path: str) -> Loaded:
+        committed = sum(map(ownership.outstanding, self.models.values()))
+        return await trio.to_thread.run_sync(
+            examine_one, self._settings, path, committed, self._host_bytes, abandon_on_cancel=True
+        )
+
+    async def _refit(self, path: str) -> tuple[StartEngine, Cache]:
+        one = await self._examine(path)
+        return self._starter(one), one.cache
+
+    def _starter(self, one: Loaded) -> StartEngine:
+        return worker_starter(one.spec, log_level=self._settings.log_level, log_format=self._settings.log_format)
+
+    def _model(self, one: Loaded) -> Model:
+        settings = self._settings
+        return Model(
+            one.name,
+            one.path,
+            self._starter(one),
+            self._ids,
+            policy=settings.policy,
+            caps=settings.caps,
+            cache=one.cache,
+            budgets=self._budgets,
+            refit=partial(self._refit, one.path or one.name),
+            stall_timeout=settings.stall_timeout,
+            idle_timeout=settings.idle_timeout,
+        )
