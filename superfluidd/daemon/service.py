@@ -131,13 +131,16 @@ class Service:
         added = len(self.models) > before
         model.on_ended = self._note_ended
         model.set_pressure(self._rung)
+        failed: ModelFailed | None = None
         try:
             await model.load()
-        except ModelFailed:
-            if added:  # nobody has ever been served by it: it is nothing that could be broken
-                await model.unload(0.0)
-            raise
-        return model
+        except ModelFailed as error:
+            failed = error
+        if failed is None:
+            return model
+        if added:  # nobody has ever been served by it: it is nothing that could be broken
+            await model.unload(0.0)
+        raise failed
 
     async def unload(self, name: str, *, now: bool) -> Model:
         """Unload a model; return when it is. What is queued and running goes on for at most the drain timeout; with

@@ -70,6 +70,7 @@ async def test_now_ends_a_stream_with_an_error_in_it(
 ) -> None:
     stream, operator = await server.connect(), await server.connect()
     await stream.send("POST", "/v1/chat/completions", CHAT | {"max_tokens": 900, "stream": True, "ignore_eos": True})
+    await stream.response()
     await until(lambda: bool(service.lanes()) and service.lanes()[0].generated > 5)
     body = {"model": "simulated", "now": True}
     status, data = await operator.ask("POST", "/v1/models/unload", body, content_type="application/json")
