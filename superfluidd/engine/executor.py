@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from superfluidd.engine.parking import Store
-from superfluidd.engine.port import Choice, Draw, EngineError, Feed, Runtime, StepAbandoned
+from superfluidd.engine.port import Choice, Draw, EngineError, Feed, OutOfCells, Runtime, StepAbandoned
 from superfluidd.engine.threads import FixedThreads, ThreadPolicy
 from superfluidd.engine.wire import StepDone, TokenOut
 from superfluidd.scheduling.plan import (
@@ -390,9 +390,16 @@ class Executor:
     def _step(
         self, lanes: Sequence[_Lane], feeds: Sequence[Feed], tally: _Tally, *, abandonable: bool = False
     ) -> list[TokenOut]:
-        """One call for all lanes; if it fails, one call each, and the lanes that fail alone are faulted."""
+        """One call for all lanes; if it fails, one call each, and the lanes that fail alone are faulted. A lane alone
+        that finds no room gets a second try: the books say that there is some."""
         try:
-            self._runtime.step(feeds, abandonable=abandonable)
+            try:
+                self._runtime.step(feeds, abandonable=abandonable)
+            except OutOfCells as error:
+                if len(feeds) > 1:
+                    raise
+                log.warning("request %d: %s; trying again", lanes[0].request, error)
+                self._runtime.step(feeds, abandonable=abandonable)
         except StepAbandoned:
             raise
         except EngineError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from superfluidd.engine.executor import BadPlan, Executor
-from superfluidd.engine.port import Choice, Draw, Feed, Runtime, StepFailed
+from superfluidd.engine.port import Choice, Draw, Feed, OutOfCells, Runtime, StepFailed
 from superfluidd.engine.runtimes.simulated import SimulatedRuntime
 from superfluidd.engine.threads import FixedThreads
 from superfluidd.engine.wire import LoadSpec
@@ -249,6 +249,26 @@ async def test_a_lane_at_its_windows_end_fails_alone() -> None:
     assert len(tick.tokens(1)) == 5
     assert len(tick.tokens(2)) == 21
     assert [fault.request for fault in tick.report.faults] == [1]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_a_lane_that_finds_no_room_is_tried_once_more(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimulatedRuntime(SPEC)
+    real, left = runtime.step, [failures]
+
+    def step(feeds: Sequence[Feed], *, abandonable: bool = False) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OutOfCells("no slot")
+        real(feeds, abandonable=abandonable)
+
+    monkeypatch.setattr(runtime, "step", step)
+    tick = await Local(runtime).run(admit=(seat(1, 0, PROMPT),), prefill=(Prefill(1, 4),), decode=(Decode(1, 2),))
+    if failures == 1:
+        assert len(tick.tokens(1)) == 3
+        assert not tick.report.faults
+    else:
+        assert [(fault.request, fault.message) for fault in tick.report.faults] == [(1, "no slot")]
 
 
 # -- KV that moves ------------------------------------------------------------------------------------------------
