@@ -24,6 +24,9 @@ MAX_WALL = 0.5
 
 QUESTION, REPLY = 30, 32
 
+FIRST_WORD = 5000
+"""Tokens from here on are words of the bundled model, one like another."""
+
 
 def computed(server: Server) -> float:
     """Prompt tokens computed so far: the engine's count of all tokens less those generated; llama-server has a count of
@@ -33,11 +36,17 @@ def computed(server: Server) -> float:
     return metric(server, "superfluid_engine_tokens_total")
 
 
+def question(prompts: Prompts, nonce: str, index: int) -> list[int]:
+    """Tokens that differ from every other question's from the first one on: what two of them had in common would be
+    shared as well, and the prompt would seem to be computed less than once."""
+    return [FIRST_WORD + index, *prompts.document(f"{nonce}.{index}", QUESTION - 1)]
+
+
 def work(server: Server, prompts: Prompts, nonce: str, quick: bool) -> tuple[dict[str, float], list[str]]:
     """A burst that shares its beginning, and one that shares nothing."""
     count, shared, idle = (8, 300, 8) if quick else (32, 1000, 32)
     system = prompts.document(f"{nonce}.system", shared)
-    bodies = [{**_body, "prompt": [*system, *prompts.document(f"{nonce}.{index}", QUESTION)]} for index in range(count)]
+    bodies = [{**_body, "prompt": [*system, *question(prompts, nonce, index)]} for index in range(count)]
     cold = [{**_body, "prompt": prompts.document(f"{nonce}.cold{index}", shared + QUESTION)} for index in range(idle)]
     before = computed(server)
     heard = [one.reply for one in converse(server.port, [Call(body=body) for body in bodies], timeout=900.0)]
