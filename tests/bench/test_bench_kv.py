@@ -29,14 +29,10 @@ def server(name: str) -> Server:
     return cast("Server", FakeServer(name))
 
 
-def reply(
-    call: Call, completion: int, *, cached: int = 0, ttft: float = 1.0, text: str = "ab", **other: object
-) -> Heard:
+def reply(call: Call, completion: int, *, cached: int = 0, ttft: float = 1.0) -> Heard:
     prompt = cast("Sequence[int]", call.body["prompt"])
     said = Reply(started=0.0, stamps=[ttft, 2.0], finished=2.0, completion_tokens=completion)
-    said.prompt_tokens, said.cached_tokens, said.text, said.finish_reason = len(prompt), cached, text, "length"
-    for name, value in other.items():
-        setattr(said, name, value)
+    said.prompt_tokens, said.cached_tokens, said.text, said.finish_reason = len(prompt), cached, "ab", "length"
     return Heard(reply=said, arrivals=[1.0, 2.0], comments=0)
 
 
@@ -87,7 +83,11 @@ def test_only_whole_replies_count_and_none_is_the_end(monkeypatch: pytest.Monkey
     ends: list[dict[str, object]] = [{}, {"finish_reason": "stop"}, {"error": "out of room"}, {"completion_tokens": 3}]
 
     def converse(port: int, calls: Sequence[Call], timeout: float) -> list[Heard]:
-        return [reply(call, 20, **ends[index % 4]) for index, call in enumerate(calls)]
+        heard = [reply(call, 20) for call in calls]
+        for index, one in enumerate(heard):
+            for name, value in ends[index % 4].items():
+                setattr(one.reply, name, value)
+        return heard
 
     monkeypatch.setattr(pool, "converse", converse)
     figures, _ = pool.work(server(OURS), PROMPTS, "n", quick=True)
