@@ -369,7 +369,7 @@ async def test_a_lane_that_the_engine_fails_ends_with_its_code_and_nobody_elses_
     CLEAN.clear()
     CLEAN.update(traffic)
     async with bench(tmp_path / "parked") as one:
-        one.faults.on = {"decode says -1": 60}
+        one.faults.on = {"decode says -1": 17}
         heard = await one.traffic()
         assert one.faults.met["decode says -1"] > 1
         one.faults.on = {}
