@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,7 +14,7 @@ from superfluidd.daemon import ownership
 from superfluidd.daemon.loading import Loaded, examine_one
 from superfluidd.daemon.model import Model
 from superfluidd.engine.client import StartEngine, worker_starter
-from superfluidd.errors import UsageError
+from superfluidd.errors import UnknownModel, UsageError
 from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.shares import Budget
 
@@ -48,8 +49,11 @@ class Fleet:
 
         Raises:
             ModelFileError: the file cannot be served.
+            UnknownModel: it is no path, and so the name of a model that is not served.
             UsageError: a model of its name is served from another file, or the daemon is only starting.
         """
+        if self._settings.engine != "simulated" and not os.path.isabs(path):
+            raise UnknownModel(path, list(self.models))
         if self._engines is None:
             raise UsageError("the daemon is starting; try again when it is ready")
         one = await self._examine(path)
