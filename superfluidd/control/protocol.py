@@ -112,22 +112,22 @@ class ModelView(msgspec.Struct, frozen=True):
     engine: str
     architecture: str
     layout: str
-    window: int
-    lanes: int
-    lanes_busy: int
-    queued: int
-    cells: int
-    cells_promised: int
-    cells_used: int
-    ticks: int
-    tick_seconds: float | None
-    silent_seconds: float | None
-    stalled: bool
-    decode_rate: float
-    prefill_rate: float
-    threads: int
-    worker_pid: int
-    respawns: int
+    window: int = 0
+    lanes: int = 0
+    lanes_busy: int = 0
+    queued: int = 0
+    cells: int = 0
+    cells_promised: int = 0
+    cells_used: int = 0
+    ticks: int = 0
+    tick_seconds: float | None = None
+    silent_seconds: float | None = None
+    stalled: bool = False
+    decode_rate: float = 0.0
+    prefill_rate: float = 0.0
+    threads: int = 0
+    worker_pid: int = 0
+    respawns: int = 0
     submitted: int = 0
     finished: dict[str, int] = {}
     pauses: int = 0

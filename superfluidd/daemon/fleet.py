@@ -36,6 +36,9 @@ class Fleet:
         self._host_bytes = loaded[0].cache.host_bytes
         self._budgets = Budget(self._host_bytes), Budget(loaded[0].cache.park_bytes)
         self._engines: trio.Nursery | None = None
+        self._fitting = trio.Lock()
+        self._promised: dict[str, int] = {}
+        """Bytes of weights and pool, by model, since it was fitted last."""
         self.models = {one.name: self._model(one) for one in loaded}
 
     async def start(self, engines: trio.Nursery) -> None:
@@ -56,30 +59,51 @@ class Fleet:
             raise UnknownModel(path, list(self.models))
         if self._engines is None:
             raise UsageError("the daemon is starting; try again when it is ready")
-        one = await self._examine(path)
-        if one.name in self.models:
-            served = self.models[one.name]
-            if served.path != one.path:
-                raise UsageError(f"{one.name} is served from {served.path} already; rename one of the files")
-            return served
-        model = self.models[one.name] = self._model(one)
-        await self._engines.start(partial(model.run, must_load=False))
+        async with self._fitting:
+            served = self._served_from(path)
+            if served is not None:
+                return served
+            one = await self._examine(path)
+            if one.name in self.models:
+                where = self.models[one.name].path
+                raise UsageError(f"{one.name} is served from {where} already; rename one of the files")
+            model = self.models[one.name] = self._model(one)
+            await self._engines.start(partial(model.run, must_load=False))
         return model
 
+    def _served_from(self, path: str) -> Model | None:
+        """The model of that file, however its path was written."""
+        wanted = os.path.realpath(path)
+        return next((model for model in self.models.values() if os.path.realpath(model.path or "/") == wanted), None)
+
     async def _examine(self, path: str) -> Loaded:
-        committed = sum(map(ownership.outstanding, self.models.values()))
+        others = [(name, model) for name, model in self.models.items() if path not in (model.path, name)]
+        committed = sum(self._committed(name, model) for name, model in others)
         return await trio.to_thread.run_sync(
             examine_one, self._settings, path, committed, self._host_bytes, abandon_on_cancel=True
         )
 
+    def _committed(self, name: str, model: Model) -> int:
+        """Memory that a model will still take of what seems to be available."""
+        if model.state == "loading":
+            return self._promised[name]
+        return ownership.outstanding(model)
+
     async def _refit(self, path: str) -> tuple[StartEngine, Cache]:
-        one = await self._examine(path)
+        # One after the other: each has to see what the one before was promised.
+        async with self._fitting:
+            one = await self._examine(path)
+            self._promise(one)
         return self._starter(one), one.cache
+
+    def _promise(self, one: Loaded) -> None:
+        self._promised[one.name] = one.fit.weights_bytes + one.fit.kv_bytes if one.fit else 0
 
     def _starter(self, one: Loaded) -> StartEngine:
         return worker_starter(one.spec, log_level=self._settings.log_level, log_format=self._settings.log_format)
 
     def _model(self, one: Loaded) -> Model:
+        self._promise(one)
         settings = self._settings
         return Model(
             one.name,

@@ -16,8 +16,8 @@ from superfluidd.control import server as control
 from superfluidd.daemon import sensors, signals
 from superfluidd.daemon.fleet import Fleet
 from superfluidd.daemon.loading import Loaded, examine
-from superfluidd.daemon.model import PARK_GRACE
 from superfluidd.daemon.os_pressure import Watcher
+from superfluidd.daemon.residency import PARK_GRACE
 from superfluidd.daemon.service import Service
 from superfluidd.http import server as http
 from superfluidd.http.app import create_app

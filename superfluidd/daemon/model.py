@@ -11,20 +11,20 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 import trio
 
 from superfluidd.control.protocol import LaneView, ModelView, QueueView
 from superfluidd.daemon.latency import Latency
+from superfluidd.daemon.residency import Residency
 from superfluidd.daemon.streams import Generation, GenerationRequest, Usage
-from superfluidd.daemon.views import lane_views, queue_views
+from superfluidd.daemon.views import counted, lane_views, queue_views
 from superfluidd.daemon.watch import TickWatch
 from superfluidd.engine.client import Engine, EngineLost, LoadRefused, StartEngine
 from superfluidd.engine.port import EngineInfo
 from superfluidd.engine.wire import StepDone, TokenOut
-from superfluidd.errors import ModelFailed, ModelFileError, ModelLoading, ModelUnloaded, SuperfluidError
+from superfluidd.errors import ModelFailed, ModelUnloaded, SuperfluidError
 from superfluidd.scheduling.books import Limits
 from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.plan import Effect, Finished, OutOfOrder, Paused, Urgency
@@ -45,12 +45,6 @@ MOST_RESPAWNS = 3
 
 CLOSE_GRACE = 3.0
 """Seconds a worker has to end when told to."""
-
-PARK_GRACE = 10.0
-"""Seconds that writing KV to disk may go on for once every request has ended."""
-
-State = Literal["loading", "ready", "recovering", "failed", "unloaded", "resting"]
-"""``unloaded``: by an operator, until one loads it again. ``resting``: for want of work; the next request loads it."""
 
 Refit = Callable[[], Awaitable[tuple[StartEngine, Cache]]]
 """Looks at a model's file again, and fits it to the memory there is now. Raises what a start would."""
@@ -77,7 +71,7 @@ class _Live:
         return Usage(self.record.prompt, self.record.generated, self.record.cached)
 
 
-class Model:
+class Model(Residency):
     """A served model.
 
     Args:
@@ -109,12 +103,8 @@ class Model:
         idle_timeout: float = 0.0,
         clock: Callable[[], float] = trio.current_time,
     ) -> None:
-        self.name = name
-        self.path = path
+        super().__init__(name, path, idle_timeout, clock)
         self.created = int(time.time())
-        self.state: State = "loading"
-        self.error = ""
-        self.progress = 0.0
         self.template: ChatTemplate = ChatTemplate("", bos="", eos="")
         self.vocabulary: Vocabulary = Vocabulary(b"", b"")
         self.latency = Latency()
@@ -124,14 +114,12 @@ class Model:
         self._policy = policy or Policy()
         self._caps: dict[QosClass, int] = dict(caps or {})
         self._cache = cache or Cache()
-        self._paused: tuple[QosClass, ...] = ()
+        self._paused: set[QosClass] = set()
         self._budgets = budgets
         self._shares: tuple[Share, ...] = ()
         self._refit = refit
         self._ids = ids
         self._stall_timeout = stall_timeout
-        self._idle_timeout = idle_timeout
-        self._clock = clock
         self._info: EngineInfo | None = None
         self._engine: Engine | None = None
         self._scheduler: Scheduler | None = None
@@ -139,22 +127,9 @@ class Model:
         self._ended: OrderedDict[RequestId, str] = OrderedDict()
         """``x-request-id`` of requests that have ended, as long as their trails are kept."""
         self._wakeup = trio.Event()
-        self._changed = trio.Event()
         self._idle = trio.Event()
         self._idle.set()
         self._rung = Rung.NORMAL
-        self.leaving = False
-        """It takes nothing new, and is unloaded once it is idle or out of patience."""
-        self._rests = False
-        """What unloads it, or has, is want of work."""
-        self._begun = False
-        """It has been loaded once, or need not be."""
-        self._again = False
-        """This is not the first time that it is loaded."""
-        self._wanted = trio.Event()
-        self._residence = trio.CancelScope()
-        self._tasks: trio.Nursery | None = None
-        self._last_used = clock()
         self._respawns = 0
         self._without_good_tick = 0
         self._watch = TickWatch()
@@ -163,81 +138,40 @@ class Model:
 
     # -- the task -------------------------------------------------------------------------------------------------
 
-    async def run(
-        self, *, must_load: bool = True, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Load the model and serve it until cancelled; unloaded or failed, wait to be told to load it again. Started
-        once it is loaded.
-
-        Args:
-            must_load: a model that cannot be loaded in the first place is an error. Otherwise this is started at once.
-
-        Resource handling: the engine lives in a nursery of its own, and is ended when this is cancelled.
-        Error handling: an engine that dies is replaced; one that cannot be is a failed model.
-
-        Raises:
-            ModelFileError: the model could not be loaded in the first place.
-        """
-        async with trio.open_nursery() as self._tasks:
-            if not must_load:
-                task_status.started()
-            self._begun = not must_load
-            if self._idle_timeout:
-                self._tasks.start_soon(self._rest_when_idle)
-            while True:
-                with trio.CancelScope() as self._residence:
-                    await self._reside(task_status)
-                if self.leaving:
-                    self._gone("resting" if self._rests else "unloaded")
-                elif must_load and self._info is None:
-                    break
-                await self._wanted.wait()
-                self._wanted, self._again = trio.Event(), True
-            self._tasks.cancel_scope.cancel()
-        raise ModelFileError(f"{self.path}: {self.error}")
-
-    async def _reside(self, task_status: trio.TaskStatus[None]) -> None:
-        """Load it, serve it, replace its engine. Returns once it has failed."""
-        if self._again and self._refit is not None:
+    async def _reside(self, begun: Callable[[], None], *, again: bool) -> None:
+        if again and self._refit is not None:
             try:
                 self._start_engine, self._cache = await self._refit()
             except SuperfluidError as error:
                 self._fail(error.message)
-        while self.state != "failed":
+                return
+        goes_on = True
+        while goes_on:
             await trio.sleep(0.1 * self._without_good_tick)
             async with trio.open_nursery() as nursery:
                 engine = await self._start_engine(nursery, self._wake, self._note_progress)
                 if isinstance(engine, LoadRefused):
                     self._fail(engine.message)
+                    goes_on = False
                 elif isinstance(engine, EngineLost):
-                    self._lost(engine)
+                    goes_on = self._lost(engine)
                 else:
                     self._adopt(engine)
-                    if not self._begun:
-                        self._begun = True
-                        task_status.started()
+                    begun()
                     try:
-                        self._lost(await self._crank(engine))
+                        goes_on = self._lost(await self._crank(engine))
                     finally:
                         self._engine = None
                         with trio.CancelScope(shield=True):  # bounded by the grace
                             await engine.close(CLOSE_GRACE)
                 nursery.cancel_scope.cancel()
 
-    def _gone(self, state: Literal["unloaded", "resting"]) -> None:
-        """Everything it had is given back. What an operator has set stays."""
+    def _release(self) -> None:
+        """A scheduler is as large as its engine: the next one gets a new one. What an operator has set stays."""
         if self._scheduler is not None:
-            self._deliver(self._scheduler.finish_all(FinishReason.ABORT, self._why_gone), code=ModelUnloaded.code)
-        self._forget()
-        self.leaving = False
-        self._set_state(state)
-        log.info("model %s is unloaded%s", self.name, ": the next request loads it" if state == "resting" else "")
-
-    def _forget(self) -> None:
-        """A scheduler is as large as its engine: the next one gets a new one."""
-        if self._scheduler is not None:
+            self.abort_all(self._why_gone, ModelUnloaded.code)
             stats = self._scheduler.statistics()
-            self._caps, self._paused = stats.caps, stats.paused
+            self._caps, self._paused = stats.caps, set(stats.paused)
         for share in self._shares:
             share.leave()
         self._scheduler = None
@@ -248,38 +182,8 @@ class Model:
         self._without_good_tick, self.progress, self.error = 0, 0.0, ""
 
     @property
-    def _why_gone(self) -> str:
-        return f"model {self.name} was unloaded before the request was complete"
-
-    async def _leave(self, patience: float) -> None:
-        """Let what is queued and running end, as long as there is patience, then what is being parked, then go."""
-        residence = self._residence
-        with trio.move_on_after(patience):
-            await self.wait_idle()
-        self.abort_all(self._why_gone, ModelUnloaded.code)
-        with trio.move_on_after(PARK_GRACE):
-            await self.wait_parked()
-        residence.cancel()
-
-    async def _rest_when_idle(self) -> None:
-        """Unload it when nobody has wanted anything of it for long enough, and nothing of it is pinned."""
-        while True:
-            await self.wait_idle()
-            rest = self._last_used + self._idle_timeout - self._clock()
-            pinned = self._scheduler is not None and bool(self._scheduler.pins())
-            if self.state != "ready" or self.leaving:
-                await self._changed.wait()
-            elif rest > 0 or pinned:
-                await trio.sleep(rest if rest > 0 else 1.0)
-            else:
-                log.info("model %s: nothing was asked of it for %g s", self.name, self._idle_timeout)
-                self._begin_to_leave(0.0, rests=True)
-
-    def _begin_to_leave(self, patience: float, *, rests: bool) -> None:
-        assert self._tasks is not None
-        self.leaving, self._rests = True, rests
-        self._set_state(self.state)
-        self._tasks.start_soon(self._leave, patience)
+    def _pinned(self) -> bool:
+        return self._scheduler is not None and bool(self._scheduler.pins())
 
     def _adopt(self, engine: Engine) -> None:
         info = engine.info
@@ -302,11 +206,11 @@ class Model:
                 ),
                 self._policy,
                 # Fewer lanes than last time may not hold them all.
-                {qos: min(lanes, info.lanes) for qos, lanes in self._caps.items()},
+                {qos: min(lanes, info.lanes) for qos, lanes in sorted(self._caps.items())},
                 host=host,
                 disk=disk,
             )
-            for qos in self._paused:
+            for qos in sorted(self._paused):
                 self._scheduler.set_paused(qos, True)
             self._scheduler.set_pressure(self._rung)
             self.vocabulary = engine.vocabulary
@@ -413,8 +317,8 @@ class Model:
             self._watch.told = urgency
             self._engine.interrupt(self._watch.tick, abandon=urgency is Urgency.ABANDON)
 
-    def _lost(self, loss: EngineLost) -> None:
-        """The engine is gone: its lanes pause; too many losses in a row fail the model."""
+    def _lost(self, loss: EngineLost) -> bool:
+        """The engine is gone: its lanes pause. False if too many losses in a row have failed the model."""
         self._watch.end()
         self._deliver_tokens()
         self._without_good_tick += 1
@@ -423,10 +327,11 @@ class Model:
             self._deliver(self._scheduler.engine_lost(self._clock()))
         if self._without_good_tick > MOST_RESPAWNS or self._scheduler is None:
             self._fail(f"the worker was lost {self._without_good_tick} times without a good tick; last: {loss.why}")
-        else:
-            self._respawns += 1
-            self._set_state("recovering")
-            log.warning("model %s: starting worker again (%d of %d)", self.name, self._without_good_tick, MOST_RESPAWNS)
+            return False
+        self._respawns += 1
+        self._set_state("recovering")
+        log.warning("model %s: starting worker again (%d of %d)", self.name, self._without_good_tick, MOST_RESPAWNS)
+        return True
 
     def _fail(self, why: str) -> None:
         self.error = why
@@ -479,71 +384,11 @@ class Model:
                 log.warning("request %d: its client has not read for %.0f s; dropped", request, self._stall_timeout)
                 self.cancel(request)
 
-    def _set_state(self, state: State) -> None:
-        self.state = state
-        self._changed.set()
-        self._changed = trio.Event()
-
     def _wake(self) -> None:
         self._wakeup.set()
 
     def _note_progress(self, fraction: float) -> None:
         self.progress = fraction
-
-    # -- loading and unloading ------------------------------------------------------------------------------------
-
-    async def load(self) -> None:
-        """Load it if it is not; return once it can serve. Cancelling the wait changes nothing.
-
-        Raises:
-            ModelFailed: it cannot be loaded; the message says why.
-            ModelUnloaded: it is being unloaded.
-        """
-        if self.leaving:
-            raise self._not_ready()
-        if self.state in ("failed", "unloaded", "resting"):
-            self._forget()
-            self._set_state("loading")
-            self._wanted.set()
-        while self.state in ("loading", "recovering") and not self.leaving:
-            await self._changed.wait()
-        if self.state == "failed":
-            raise ModelFailed(f"model {self.name} cannot be loaded: {self.error}")
-        if self.state != "ready" or self.leaving:
-            raise self._not_ready()
-
-    async def wake(self) -> None:
-        """Load it if it rests, and return once it can serve.
-
-        Raises:
-            ModelFailed: it cannot be loaded.
-        """
-        self._last_used = self._clock()
-        while self._rests and (self.leaving or self.state in ("resting", "loading")):
-            if self.leaving:
-                await self._changed.wait()
-            else:
-                await self.load()
-
-    async def unload(self, patience: float) -> None:
-        """Take nothing new; unload it once everything has ended, or ``patience`` seconds have passed and what was left
-        has been ended. Return then; cancelling the wait changes nothing. Calling it again can only shorten the
-        patience to none.
-
-        Raises:
-            ModelLoading: it is being loaded for the first time.
-        """
-        self._rests = False
-        if self.leaving and not patience:
-            self.abort_all(self._why_gone, ModelUnloaded.code)
-        if not self.leaving and self.state in ("failed", "resting"):
-            self._gone("unloaded")
-        elif not self.leaving and self.state != "unloaded":
-            if not self._begun:
-                raise ModelLoading(f"model {self.name} is being loaded; unload it when it has been", retry_after=2)
-            self._begin_to_leave(patience, rests=False)
-        while self.leaving:
-            await self._changed.wait()
 
     # -- what the edges call --------------------------------------------------------------------------------------
 
@@ -564,16 +409,6 @@ class Model:
         if self._scheduler is None:
             raise self._not_ready()
         return self._scheduler.window
-
-    def _not_ready(self) -> ModelLoading | ModelFailed | ModelUnloaded:
-        if self.leaving or self.state in ("unloaded", "resting"):
-            doing = "is being unloaded" if self.leaving else "is not loaded"
-            return ModelUnloaded(f"model {self.name} {doing}; `sfctl load {self.name}` loads it again")
-        if self.state == "failed":
-            return ModelFailed(f"model {self.name} has failed; `sfctl load {self.name}` tries it again: {self.error}")
-        if self.state == "recovering":
-            return ModelLoading(f"model {self.name} is recovering; try again in a moment", retry_after=1)
-        return ModelLoading(f"model {self.name} is being loaded ({self.progress:.0%}); try again soon", retry_after=2)
 
     async def tokenize(self, text: str, *, add_bos: bool, parse_special: bool) -> list[int]:
         """Token ids of a text; it never waits for a tick. While the worker is being replaced it waits for the new one.
@@ -652,6 +487,28 @@ class Model:
             self._scheduler.set_pressure(rung)
             self.nudge()
 
+    @property
+    def most_lanes(self) -> int:
+        """The lanes there are, or were. Raises :class:`ModelLoading` before that is known."""
+        return self.info.lanes
+
+    def set_caps(self, caps: Mapping[QosClass, int | None]) -> None:
+        """Cap the lanes of these classes, or (None) no longer; also if it is not loaded now."""
+        if self._scheduler is not None:
+            self._scheduler.set_caps(caps)
+            self.nudge()
+        else:
+            merged = {**self._caps, **caps}
+            self._caps = {qos: lanes for qos, lanes in merged.items() if lanes is not None}
+
+    def set_paused(self, qos: QosClass, paused: bool) -> None:
+        """Give a class no more lanes, or again; also if it is not loaded now."""
+        if self._scheduler is not None:
+            self._scheduler.set_paused(qos, paused)
+            self.nudge()
+        else:
+            (self._paused.add if paused else self._paused.discard)(qos)
+
     def nudge(self) -> None:
         """Something was decided from outside: look whether there is a better plan."""
         self._wakeup.set()
@@ -723,65 +580,25 @@ class Model:
 
     def view(self) -> ModelView:
         """The model in one record."""
-        now = self._clock()
-        stats = None if self._scheduler is None else self._scheduler.statistics()
-        info = self._info
-        return ModelView(
+        now, info, engine = self._clock(), self._info, self._engine
+        found = ModelView(
             name=self.name,
             path=self.path,
-            state="unloading" if self.leaving else self.state,
+            state=self.standing,
             error=self.error,
             engine=f"{info.runtime} {info.version}" if info else "",
             architecture=info.architecture if info else "",
             layout=info.layout if info else "",
-            window=self._scheduler.window if self._scheduler else 0,
-            lanes=stats.lanes if stats else 0,
-            lanes_busy=stats.lanes_busy if stats else 0,
-            queued=sum(stats.queued.values()) if stats else 0,
-            cells=stats.cells if stats else 0,
-            cells_promised=stats.cells_promised if stats else 0,
-            cells_used=stats.cells_used if stats else 0,
-            ticks=stats.ticks if stats else 0,
             tick_seconds=self._watch.running(now),
             silent_seconds=self._watch.silent(now),
             stalled=self._watch.stalled(now),
             decode_rate=self._rates[0],
             prefill_rate=self._rates[1],
-            threads=stats.threads if stats else 0,
-            worker_pid=self._engine.pid if self._engine else 0,
+            worker_pid=engine.pid if engine else 0,
             respawns=self._respawns,
-            submitted=stats.submitted if stats else 0,
-            finished={reason.value: count for reason, count in stats.finished.items()} if stats else {},
-            pauses=stats.pauses if stats else 0,
-            prefill_tokens=stats.prefill_tokens if stats else 0,
-            decode_tokens=stats.decode_tokens if stats else 0,
-            decode_rounds=stats.decode_rounds if stats else 0,
-            prefill_seconds=stats.prefill_seconds if stats else 0.0,
-            decode_seconds=stats.decode_seconds if stats else 0.0,
-            preemptions={qos.label: count for qos, count in stats.preemptions.items()} if stats else {},
-            starvation_grants={qos.label: count for qos, count in stats.starvation_grants.items()} if stats else {},
-            abandoned_prefill_tokens=stats.abandoned_tokens if stats else 0,
-            engine_tokens=stats.computed if stats else 0,
-            prefill_budget=stats.prefill_budget if stats else 0,
-            decode_grant=stats.decode_grant if stats else 0,
-            cells_kept=stats.cells_kept if stats else 0,
-            cached_tokens=stats.kv.cached_tokens if stats else 0,
-            prefix_hits=stats.kv.hits if stats else 0,
-            evictions=stats.kv.evictions if stats else 0,
-            exports=stats.kv.exports if stats else 0,
-            imports=stats.kv.imports if stats else 0,
-            parks=stats.kv.parks if stats else 0,
-            recalls=stats.kv.recalls if stats else 0,
-            parked=stats.kv.parked_entries if stats else 0,
-            parked_bytes=stats.kv.parked_bytes if stats else 0,
             parked_limit_bytes=self._cache.park_bytes,
-            prefixes=stats.kv.entries if stats else 0,
-            host_prefixes=stats.kv.host_entries if stats else 0,
-            host_bytes=stats.kv.host_bytes if stats else 0,
             host_limit_bytes=self._cache.host_bytes,
             cut=info.cut if info else "",
-            pins=stats.kv.pins if stats else 0,
-            pinned_tokens=stats.kv.pinned_tokens if stats else 0,
-            pins_yielded=stats.kv.pins_yielded if stats else 0,
-            pins_expired=stats.kv.pins_expired if stats else 0,
         )
+        scheduler = self._scheduler
+        return found if scheduler is None else counted(found, scheduler.statistics(), scheduler.window)

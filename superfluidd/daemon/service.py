@@ -92,7 +92,7 @@ class Service:
         """
         if name is None:
             every = list(self.models.values())
-            model = next((model for model in every if model.state != "unloaded" and not model.leaving), every[0])
+            model = next((model for model in every if model.standing not in ("unloading", "unloaded")), every[0])
         else:
             model = self.named(name)
         if self._draining:
@@ -281,5 +281,5 @@ class Service:
     @property
     def ready(self) -> bool:
         """Every model can take a request now, but for those that an operator has unloaded or that rest."""
-        states = {model.state for model in self.models.values()}
-        return not self._draining and states <= {"ready", "unloaded", "resting"} and states != {"unloaded"}
+        states = {model.standing for model in self.models.values()} - {"unloading", "unloaded"}
+        return not self._draining and bool(states) and states <= {"ready", "resting"}

@@ -12,7 +12,7 @@ import msgspec
 
 from superfluidd.control.protocol import ClassView, Explanation, PinBudget, PinsResult, PinView
 from superfluidd.daemon.model import Model
-from superfluidd.errors import InvalidValue, ModelLoading
+from superfluidd.errors import InvalidValue
 from superfluidd.scheduling.qos import parse_caps, parse_class
 from superfluidd.scheduling.request import Phase
 from superfluidd.scheduling.scheduler import Scheduler
@@ -21,20 +21,6 @@ from superfluidd.types import QosClass, RequestId
 
 LONGEST_TTL = 366 * 86400
 """Seconds that a pin with an end lasts at most."""
-
-
-def schedulers(models: Iterable[Model]) -> list[tuple[Model, Scheduler]]:
-    """The models with their schedulers.
-
-    Raises:
-        ModelLoading: one has none yet.
-    """
-    found: list[tuple[Model, Scheduler]] = []
-    for model in models:
-        if model.scheduler is None:
-            raise ModelLoading(f"model {model.name} is still being loaded; try again soon", retry_after=2)
-        found.append((model, model.scheduler))
-    return found
 
 
 def classes(models: Iterable[Model]) -> tuple[ClassView, ...]:
@@ -63,27 +49,26 @@ def classes(models: Iterable[Model]) -> tuple[ClassView, ...]:
 
 
 def set_caps(models: Iterable[Model], caps: Mapping[str, int | None]) -> None:
-    """Set lane caps of every model, or change nothing.
+    """Set lane caps of every model, or change nothing. One that is not loaded takes them when it is, as far as it has
+    the lanes.
 
     Raises:
         InvalidValue: no class of that name, a class twice, or a cap that is not 1 to the lanes there are.
+        ModelLoading: one is being loaded for the first time: how many lanes it will have is not known yet.
     """
     if not caps:
         raise InvalidValue("no caps are named; send at least one CLASS=LANES, such as background=2", param="caps")
     words = [f"{name}={'off' if lanes is None else lanes}" for name, lanes in caps.items()]
-    steered = schedulers(models)
-    parsed = [parse_caps(words, scheduler.limits.lanes, "caps") for _, scheduler in steered]
-    for (model, scheduler), one in zip(steered, parsed, strict=True):
-        scheduler.set_caps(one)
-        model.nudge()
+    parsed = [(model, parse_caps(words, model.most_lanes, "caps")) for model in models]
+    for model, one in parsed:
+        model.set_caps(one)
 
 
 def set_paused(models: Iterable[Model], qos: str, paused: bool) -> None:
     """Give a class no more lanes of any model, or again."""
     parsed = parse_class(qos, "qos")
-    for model, scheduler in schedulers(models):
-        scheduler.set_paused(parsed, paused)
-        model.nudge()
+    for model in models:
+        model.set_paused(parsed, paused)
 
 
 def set_qos(model: Model, request: RequestId, qos: QosClass, now: float) -> None:

@@ -25,7 +25,7 @@ def blueprint(service: Service) -> Blueprint:
 
     @routes.get("/health")
     async def health() -> Response:
-        states = [model.state for model in service.models.values()]
+        states = [model.standing for model in service.models.values()]
         loaded = sum(state in ("ready", "recovering") for state in states)
         if service.draining:
             status = "draining"
@@ -38,7 +38,7 @@ def blueprint(service: Service) -> Blueprint:
 
     @routes.get("/readyz")
     async def readyz() -> Response:
-        states = {model.name: model.state for model in service.models.values()}
+        states = {model.name: model.standing for model in service.models.values()}
         status = "draining" if service.draining else "ready" if service.ready else "not ready"
         return json_reply({"status": status, "models": states}, 200 if service.ready else 503)
 

@@ -29,10 +29,10 @@ def blueprint(service: Service) -> Blueprint:
     async def chat() -> Response:
         body = schema.decode_chat(await read_body())
         model = service.resolve(body.model)
-        await model.wake()
         alternatives = sampling.alternatives("top_logprobs", body.top_logprobs) or 0
         logprobs = alternatives if body.logprobs else None
         pattern = _pattern(service, model, body, logprobs, "messages")
+        await model.wake()
         prompt = await chat_prompt(model, body)
         writer = ChatWriter(model.name, _now(), logprobs=logprobs is not None, include_usage=body.include_usage)
         return await _answer(model, pattern, [prompt], body, writer)
@@ -41,9 +41,9 @@ def blueprint(service: Service) -> Blueprint:
     async def completions() -> Response:
         body = schema.decode_completion(await read_body())
         model = service.resolve(body.model)
-        await model.wake()
         logprobs = sampling.alternatives("logprobs", body.logprobs)
         pattern = _pattern(service, model, body, logprobs, "prompt")
+        await model.wake()
         prompts = [await text_prompt(model, prompt) for prompt in schema.prompts(body)]
         writer = TextWriter(model.name, _now(), logprobs=logprobs is not None, include_usage=body.include_usage)
         return await _answer(model, pattern, prompts, body, writer)
@@ -157,8 +157,8 @@ def model_object(model: Model) -> dict[str, object]:
         "object": "model",
         "created": model.created,
         "owned_by": "superfluidd",
-        "loaded": model.state in ("ready", "recovering"),
-        "state": model.view().state,
+        "loaded": model.standing in ("ready", "recovering"),
+        "state": model.standing,
     }
 
 

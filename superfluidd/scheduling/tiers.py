@@ -229,7 +229,7 @@ class Tiers:
 
     def _next_to_park(self, *, idle: bool) -> Entry | None:
         """What was used last: it is what will be asked for again."""
-        if self._sealing:
+        if self._sealing or not self.cache.park_bytes:
             return None
         choice = [entry for entry in self._entries if self._parkable(entry) and (idle or entry.blob is not None)]
         entry = max(choice, key=_worth, default=None)

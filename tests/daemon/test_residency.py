@@ -18,7 +18,15 @@ from superfluidd.daemon.streams import Generation
 from superfluidd.engine.client import LoadRefused
 from superfluidd.engine.inprocess import inprocess_starter
 from superfluidd.engine.runtimes.simulated import SimulatedRuntime
-from superfluidd.errors import Draining, ModelFailed, ModelFileError, ModelLoading, ModelUnloaded, UnknownModel
+from superfluidd.errors import (
+    Draining,
+    InvalidValue,
+    ModelFailed,
+    ModelFileError,
+    ModelLoading,
+    ModelUnloaded,
+    UnknownModel,
+)
 from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.pressure import Rung
 from superfluidd.scheduling.shares import Budget
@@ -185,11 +193,16 @@ async def test_what_an_operator_has_set_outlives_the_model(
     service.set_caps({"background": 1})
     service.set_class_paused("agent", True)
     await service.unload("simulated", now=True)
-    with pytest.raises(ModelLoading):
-        service.set_caps({"background": 2})
+    assert service.classes() == (), "nothing holds a lane"
+    service.set_caps({"completion": 2})
+    service.set_class_paused("background", True)
+    service.set_class_paused("background", False)
+    with pytest.raises(InvalidValue):
+        service.set_caps({"completion": 3})
     await service.load("simulated", files=False)
     held = {view.qos: (view.cap, view.paused) for view in service.classes()}
     assert held["background"] == (1, False)
+    assert held["completion"] == (2, False)
     assert held["agent"] == (None, True)
 
 
@@ -211,6 +224,25 @@ async def test_a_failed_model_is_loaded_again(autojump_clock: MockClock, nursery
         await read(ask(model, prompt(1, 900), 30))
     await model.unload(0.0)
     assert (model.view().state, model.view().error) == ("unloaded", "")
+    nursery.cancel_scope.cancel()
+
+
+async def test_one_that_is_loaded_again_at_once_is_not_loaded_once_more_after_it_was_unloaded(
+    autojump_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    simulated = Simulated(simulated_spec(lanes=1))
+    model = Model("m", "", simulated.start, itertools.count(1))
+    await nursery.start(model.run)
+    generation = ask(model, prompt(1, 900), 30)
+    async with trio.open_nursery() as killers:
+        killers.start_soon(kill_every_engine, simulated, 4)
+        await read(generation)
+        # The dead engine is only being closed now: its end and the wish meet.
+        await model.load()
+    engines = len(simulated.engines)
+    await model.unload(0.0)
+    await trio.sleep(10.0)
+    assert (model.standing, len(simulated.engines)) == ("unloaded", engines)
     nursery.cancel_scope.cancel()
 
 

@@ -187,17 +187,20 @@ async def test_re_classing_a_queued_request_preempts_for_it(
         await read(one)
 
 
-async def test_before_a_model_is_loaded_there_is_nothing_to_steer(
-    autojump_clock: MockClock, simulated: Simulated
+async def test_before_a_model_is_loaded_nobody_knows_how_many_lanes_can_be_held(
+    autojump_clock: MockClock, simulated: Simulated, nursery: trio.Nursery
 ) -> None:
-    service = Service(Settings(), {"m": Model("m", "", simulated.start, itertools.count(1))})
+    model = Model("m", "", simulated.start, itertools.count(1))
+    service = Service(Settings(), {"m": model})
     assert service.classes() == ()
-    with pytest.raises(ModelLoading, match="still being loaded"):
+    with pytest.raises(ModelLoading, match="is being loaded"):
         service.set_caps({"agent": 1})
-    with pytest.raises(ModelLoading):
-        service.set_class_paused("agent", True)
     with pytest.raises(UnknownRequest):
         service.explain("1")
+    service.set_class_paused("agent", True)
+    await nursery.start(model.run)
+    assert [view.qos for view in service.classes() if view.paused] == ["agent"]
+    nursery.cancel_scope.cancel()
 
 
 async def test_a_worker_that_dies_is_in_the_trail(

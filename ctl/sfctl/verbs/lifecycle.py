@@ -13,7 +13,7 @@ from superfluidd.control.protocol import DrainParams, DrainResult, LoadParams, M
 def load(context: Context) -> str:
     """What can be served now."""
     answer = context.client.call("load", LoadParams(named(context.args.model)), ModelResult, waits=True)
-    return context.show(answer, lambda result: _loaded(result))
+    return context.show(answer, _loaded)
 
 
 def _loaded(result: ModelResult) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+import msgspec
+
 from sfctl.render import Cell, count, duration, share, table
 from sfctl.verbs.verb import Context, Verb
 from superfluidd.control.protocol import NoParams, PinParams, PinsResult, PinView, UnpinParams
@@ -17,21 +19,22 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def pins(context: Context) -> str:
     """A row per pin, and how much may be pinned."""
-    return context.show(
-        context.client.call("pins", NoParams(), PinsResult), lambda result: report(result, context.colour)
-    )
+    return _shown(context, "pins", NoParams())
 
 
 def pin(context: Context) -> str:
     """The pins as they are now."""
-    params = PinParams(context.args.id, context.args.ttl)
-    return context.show(context.client.call("pin", params, PinsResult), lambda result: report(result, context.colour))
+    return _shown(context, "pin", PinParams(context.args.id, context.args.ttl))
 
 
 def unpin(context: Context) -> str:
     """The pins as they are now."""
-    params = UnpinParams(context.args.id)
-    return context.show(context.client.call("unpin", params, PinsResult), lambda result: report(result, context.colour))
+    return _shown(context, "unpin", UnpinParams(context.args.id))
+
+
+def _shown(context: Context, method: str, params: msgspec.Struct) -> str:
+    answer = context.client.call(method, params, PinsResult)
+    return context.show(answer, lambda result: report(result, context.colour))
 
 
 def report(result: PinsResult, colour: bool) -> str:
