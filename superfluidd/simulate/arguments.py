@@ -12,6 +12,9 @@ SETTINGS = (
     "prefill-budget",
     "tick-decode-budget",
     "tick-target-ms",
+    "prefix-cache",
+    "pressure-high",
+    "pressure-low",
 )
 """Options of ``serve`` that a simulation knows."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from superfluidd import config
 from superfluidd.errors import UsageError
+from superfluidd.scheduling.entries import Cache
 from superfluidd.simulate import plot, report
 from superfluidd.simulate.arguments import BASELINE, SETTINGS
 from superfluidd.simulate.record import record
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     for name, settings in runs:
         timelines[name] = Timeline()
-        engine = Engine(lanes=settings.max_batch, window=args.window, speed=args.speed)
+        engine = Engine(lanes=settings.max_batch, window=args.window, speed=args.speed, cache=_cache(settings))
         world = World(engine, settings.policy, settings.caps, timelines[name] if args.plot else None)
         results[name] = _simulate(world, args.trace, args.window)
     took = time.perf_counter() - started
@@ -68,6 +69,13 @@ def _simulate(world: World, trace: str, window: int) -> Stats:
             return world.run(read(file, window))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {trace}: {error}") from error
+
+
+def _cache(settings: config.Settings) -> Cache:
+    """In the pool alone: host memory is another machine's."""
+    return Cache(
+        enabled=settings.prefix_cache == "on", high=settings.pressure_high / 100, low=settings.pressure_low / 100
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ def table(results: Mapping[str, Stats]) -> str:
     lines.append(["  lanes in use", *(f"{stats.mean_lanes:.2f} of {stats.lanes}" for stats in results.values())])
     lines.append(["  tokens fed", *(f"{stats.prefill_tokens:,}" for stats in results.values())])
     lines.append(["  of them again", *(f"{stats.abandoned_tokens:,} given up" for stats in results.values())])
+    lines.append(["  taken from the cache", *(f"{stats.cached_tokens:,}" for stats in results.values())])
     lines.append(["  tokens generated", *(f"{stats.decode_tokens:,}" for stats in results.values())])
     lines.append(["  ticks", *(f"{stats.ticks:,}" for stats in results.values())])
     widths = [max(len(line[column]) for line in lines) for column in range(len(results) + 1)]
@@ -61,6 +62,7 @@ def plain(stats: Stats) -> dict[str, Any]:
         "ticks": stats.ticks,
         "prefill_tokens": stats.prefill_tokens,
         "abandoned_prefill_tokens": stats.abandoned_tokens,
+        "cached_tokens": stats.cached_tokens,
         "decode_tokens": stats.decode_tokens,
         "classes": {qos.label: _plain(stats.classes[qos]) for qos in QosClass},
     }

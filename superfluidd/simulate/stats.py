@@ -70,6 +70,8 @@ class Stats:
     Attributes:
         seconds: virtual time from the first arrival to the last token.
         busy: of which the engine worked; ``lane_seconds``: lanes in use, integrated over time.
+        prefill_tokens: fed; ``abandoned_tokens``: of them in steps that were given up; ``cached_tokens``: not fed,
+            because what another request had left was used.
     """
 
     classes: dict[QosClass, ClassStats] = field(default_factory=lambda: {qos: ClassStats() for qos in QosClass})
@@ -81,6 +83,7 @@ class Stats:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     abandoned_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def utilisation(self) -> float:

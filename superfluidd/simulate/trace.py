@@ -20,7 +20,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         t: seconds from the trace's beginning.
         qos: the class, by any of its names; written as ``class``.
         prompt, output: tokens of the prompt, and tokens that are generated.
-        prefix: what names a prefix that several prompts share, and ``prefix_tokens`` how long it is.
+        prefix: what names a text that several prompts begin with, and ``prefix_tokens`` how much of it this one does.
     """
 
     t: float
@@ -38,6 +38,8 @@ class Arrival(msgspec.Struct, frozen=True):
     qos: QosClass
     prompt: int
     output: int
+    prefix: str = ""
+    prefix_tokens: int = 0
 
 
 _decoder = msgspec.json.Decoder(Line)
@@ -60,7 +62,9 @@ def read(lines: Iterable[str], window: int) -> Iterator[Arrival]:
             continue
         try:
             line = _decoder.decode(text)
-            arrival = Arrival(line.t, parse_class(line.qos), line.prompt, line.output)
+            arrival = Arrival(
+                line.t, parse_class(line.qos), line.prompt, line.output, line.prefix or "", line.prefix_tokens
+            )
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
             raise UsageError(
                 f"line {number} is not an arrival: {error}; write "
@@ -74,6 +78,8 @@ def read(lines: Iterable[str], window: int) -> Iterator[Arrival]:
             raise UsageError(
                 f"line {number}: prompt and output are at least 1, and no prefix is longer than its prompt"
             )
+        if arrival.prefix_tokens and not arrival.prefix:
+            raise UsageError(f"line {number}: prefix_tokens without prefix; name what they are of")
         if arrival.prompt > window:
             raise UsageError(f"line {number}: a prompt of {arrival.prompt} tokens does not fit the window of {window}")
         last = arrival.t

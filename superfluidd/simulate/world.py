@@ -6,12 +6,14 @@ but there are no tokens, no tasks and no clock: a plan is arithmetic.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from superfluidd.engine.runtimes.simulated import LANE_SECONDS, PREFILL_RATE, PREFILL_SECONDS, ROUND_SECONDS
 from superfluidd.scheduling.books import Limits
+from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.plan import Plan, TickReport, Timing, Urgency
 from superfluidd.scheduling.policy import Policy
 from superfluidd.scheduling.request import Request
@@ -21,7 +23,9 @@ from superfluidd.simulate.trace import Arrival
 from superfluidd.types import QosClass, RequestId, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
-_PROMPT = [0] * 65536
+
+_OWN = 1 << 30
+"""Token ids from here on belong to one request alone, those below to a prefix."""
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -31,6 +35,7 @@ class Engine(msgspec.Struct, frozen=True):
         lanes: requests at once; ``spare``: sequences beside them.
         window: longest context, tokens.
         speed: divides the simulated runtime's costs.
+        cache: how KV that requests leave behind is kept.
     """
 
     lanes: int = 8
@@ -38,6 +43,7 @@ class Engine(msgspec.Struct, frozen=True):
     window: int = 8192
     max_step: int = 512
     speed: float = 1.0
+    cache: Cache = Cache()
 
     @property
     def limits(self) -> Limits:
@@ -52,6 +58,7 @@ class Engine(msgspec.Struct, frozen=True):
             max_step=self.max_step,
             granular=True,
             abandons=True,
+            cache=self.cache,
         )
 
     def step_seconds(self, tokens: int, lanes: int) -> float:
@@ -89,6 +96,7 @@ class World:
         self._arrivals: Iterator[Arrival] = iter(())
         self._next: Arrival | None = None
         self._now = 0.0
+        self._submitted = 0
 
     def run(self, arrivals: Iterator[Arrival]) -> Stats:
         """Let a trace pass. Raises what reading it raises."""
@@ -116,6 +124,7 @@ class World:
         stats = self.stats
         stats.ticks, stats.abandoned_tokens = counted.ticks, counted.abandoned_tokens
         stats.prefill_tokens, stats.decode_tokens = counted.prefill_tokens, counted.decode_tokens
+        stats.cached_tokens = counted.kv.cached_tokens
         for qos in QosClass:
             stats.classes[qos].preemptions = counted.preemptions[qos]
             stats.classes[qos].starvation_grants = counted.starvation_grants[qos]
@@ -141,7 +150,7 @@ class World:
 
     def _submit(self, arrival: Arrival) -> None:
         record = self._scheduler.submit(
-            _PROMPT[: arrival.prompt] if arrival.prompt <= len(_PROMPT) else [0] * arrival.prompt,
+            self._prompt(arrival),
             sampling=SAMPLING,
             max_tokens=arrival.output,
             qos=arrival.qos,
@@ -150,6 +159,13 @@ class World:
         self._live[record.id] = record
         self.stats.classes[arrival.qos].requests += 1
         self._next = next(self._arrivals, None)
+
+    def _prompt(self, arrival: Arrival) -> list[int]:
+        """Token ids that are equal as far as the trace says, and no further."""
+        self._submitted += 1
+        own = _OWN + self._submitted % _OWN
+        shared = [zlib.crc32(arrival.prefix.encode()) % _OWN] * arrival.prefix_tokens
+        return shared + [own] * (arrival.prompt - arrival.prefix_tokens)
 
     def _pass(self, seconds: float, *, abandonable: bool) -> Urgency:
         """Let a step's time pass, with whoever comes in it. ABANDON: it ended there and then."""

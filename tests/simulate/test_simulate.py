@@ -19,8 +19,9 @@ from superfluidd.daemon.ended import AT_ONCE, KEPT, Ended
 from superfluidd.daemon.model import Model
 from superfluidd.daemon.streams import Done, GenerationRequest
 from superfluidd.errors import UsageError
+from superfluidd.scheduling.entries import Cache
 from superfluidd.scheduling.policy import Policy
-from superfluidd.simulate.stats import Durations, Timeline
+from superfluidd.simulate.stats import Durations, Stats, Timeline
 from superfluidd.simulate.trace import Arrival, generate, read
 from superfluidd.simulate.world import Engine, World
 from superfluidd.types import QosClass
@@ -46,7 +47,11 @@ from tests.process.harness import Daemon
         ('{"t": 1, "class": "agent", "prompt": 0, "output": 2}', "line 2: prompt and output are at least 1"),
         ('{"t": 1, "class": "agent", "prompt": 5, "output": 0}', "line 2: prompt and output are at least 1"),
         ('{"t": 1, "class": "agent", "prompt": 101, "output": 2}', "line 2: a prompt of 101 tokens does not fit the w"),
-        ('{"t": 1, "class": "agent", "prompt": 5, "output": 2, "prefix_tokens": 6}', "no prefix is longer"),
+        (
+            '{"t": 1, "class": "agent", "prompt": 5, "output": 2, "prefix": "a", "prefix_tokens": 6}',
+            "no prefix is longer",
+        ),
+        ('{"t": 1, "class": "agent", "prompt": 5, "output": 2, "prefix_tokens": 4}', "prefix_tokens without prefix"),
         ('{"t": 1e12, "class": "agent", "prompt": 5, "output": 2}', "line 2: t is 1e"),
     ],
 )
@@ -62,7 +67,7 @@ def test_a_trace_is_read_line_by_line() -> None:
         return itertools.chain([first, "", "  "], iter(["no json"]))
 
     arrivals = read(lines(), window=100)
-    assert next(arrivals) == Arrival(0.0, QosClass.BACKGROUND, 9, 2)
+    assert next(arrivals) == Arrival(0.0, QosClass.BACKGROUND, 9, 2, "a", 4)
     with pytest.raises(UsageError, match="line 4"):
         next(arrivals)
 
@@ -89,25 +94,34 @@ def mixed(seed: int, count: int) -> list[Arrival]:
         now += chance.expovariate(3.0)
         qos = chance.choice(list(QosClass))
         prompt = chance.randint(300, 900) if chance.random() < 0.3 else chance.randint(2, 60)
-        arrivals.append(Arrival(now, qos, prompt, chance.randint(1, 40)))
+        prefix, part = chance.choice("abc"), chance.choice((0, 0.5, 0.9, 1))
+        arrivals.append(Arrival(now, qos, prompt, chance.randint(1, 40), prefix, int(prompt * part)))
     return arrivals
 
 
+def prompt_of(arrival: Arrival, number: int) -> tuple[int, ...]:
+    """Token ids of the simulated vocabulary that are as much alike as the trace says."""
+    shared = arrival.prefix_tokens
+    return (ord(arrival.prefix),) * shared + (128 + number,) * (arrival.prompt - shared)
+
+
+@pytest.mark.parametrize("cache", [Cache(), Cache(enabled=True)], ids=["no cache", "cache"])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("policy", [Policy(), Policy(starvation_ticks=3, prefill_budget=0, decode_budget=12)])
 async def test_first_tokens_come_at_the_moment_at_which_a_daemon_has_them(
-    autojump_clock: MockClock, nursery: trio.Nursery, seed: int, policy: Policy
+    autojump_clock: MockClock, nursery: trio.Nursery, seed: int, policy: Policy, cache: Cache
 ) -> None:
     arrivals = mixed(seed, 60)
     spec = msgspec.structs.replace(simulated_spec(lanes=3, window=1024), spare=2)
-    model = Model("m", "", Simulated(spec).start, itertools.count(1), policy=policy, caps={QosClass.BACKGROUND: 2})
+    starts = Simulated(spec).start
+    model = Model("m", "", starts, itertools.count(1), policy=policy, caps={QosClass.BACKGROUND: 2}, cache=cache)
     await nursery.start(model.run)
     start = trio.current_time()
     seen: dict[int, float] = {}
 
-    async def one(arrival: Arrival) -> None:
+    async def one(arrival: Arrival, number: int) -> None:
         await trio.sleep_until(start + arrival.t)
-        prompt = (97,) * arrival.prompt
+        prompt = prompt_of(arrival, number)
         request = GenerationRequest(prompt=prompt, sampling=GREEDY, max_tokens=arrival.output, qos=arrival.qos)
         generation = model.submit(request)
         while not isinstance(await generation.next(), Done):
@@ -122,13 +136,13 @@ async def test_first_tokens_come_at_the_moment_at_which_a_daemon_has_them(
 
     model.on_ended = ended
     async with trio.open_nursery() as clients:
-        for arrival in arrivals:
-            clients.start_soon(one, arrival)
+        for number, arrival in enumerate(arrivals):
+            clients.start_soon(one, arrival, number)
     assert model.scheduler is not None
     stats = model.scheduler.statistics()
     nursery.cancel_scope.cancel()
 
-    world = World(Engine(lanes=3, spare=2, window=1024), policy, {QosClass.BACKGROUND: 2})
+    world = World(Engine(lanes=3, spare=2, window=1024, cache=cache), policy, {QosClass.BACKGROUND: 2})
     world.first_tokens = seen
     result = world.run(iter(arrivals))
     assert seen.keys() == firsts.keys()
@@ -136,6 +150,8 @@ async def test_first_tokens_come_at_the_moment_at_which_a_daemon_has_them(
     assert result.ticks == pytest.approx(stats.ticks, abs=3), "a daemon also empties lanes in ticks of their own"
     assert {qos: one.preemptions for qos, one in result.classes.items()} == stats.preemptions
     assert (result.prefill_tokens, result.abandoned_tokens) == (stats.prefill_tokens, stats.abandoned_tokens)
+    assert result.cached_tokens == stats.kv.cached_tokens
+    assert (result.cached_tokens > 1000) == cache.enabled
     if seed == 0:
         assert sum(stats.preemptions.values()) > 0
 
@@ -170,6 +186,18 @@ def test_one_request_takes_what_the_cost_model_says() -> None:
     assert stats.seconds == pytest.approx(0.252 + 0.018)
     assert stats.utilisation == pytest.approx(1.0)
     assert stats.mean_lanes <= 1.0
+
+
+def test_a_shared_prefix_is_fed_once_and_paid_for_once() -> None:
+    def day(cache: Cache) -> Stats:
+        turns = [Arrival(10.0 * turn, QosClass.AGENT, 420, 3, "session", 400) for turn in range(5)]
+        return World(Engine(cache=cache)).run(iter([*turns, Arrival(60.0, QosClass.AGENT, 420, 3)]))
+
+    without, cached = day(Cache()), day(Cache(enabled=True))
+    assert (without.prefill_tokens, without.cached_tokens) == (6 * 420, 0)
+    assert (cached.prefill_tokens, cached.cached_tokens) == (2 * 420 + 4 * 20, 4 * 400)
+    assert cached.classes[QosClass.AGENT].ttft.percentile(0.5) == pytest.approx(0.002 + 20 / 400, rel=0.011)
+    assert without.classes[QosClass.AGENT].ttft.percentile(0.5) == pytest.approx(0.002 + 420 / 400, rel=0.011)
 
 
 def test_a_timeline_stays_small_and_keeps_the_sum() -> None:
