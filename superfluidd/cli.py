@@ -1,4 +1,4 @@
-"""``superfluidd serve|check|simulate``: arguments in, exit code out.
+"""``superfluidd serve|check|simulate|convert``: arguments in, exit code out.
 
 Exit codes: 0 fine, 1 failed while running or already running, 2 wrong usage, 3 the model cannot be served.
 """
@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
     if args.command is None:
         parser.print_help()
         return 2
-    if args.command == "simulate":
-        return _simulate(args)
+    if args.command in ("simulate", "convert"):
+        return _tool(args)
     flags = {option.name: value for option in config.OPTIONS if (value := getattr(args, option.name, None)) is not None}
     try:
         settings = config.load(
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from superfluidd.convert import arguments as convert_arguments
     from superfluidd.simulate import arguments
 
     parser = argparse.ArgumentParser(
@@ -68,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Replay arrivals through the very same scheduler in virtual time, and compare settings.",
     )
     arguments.add_arguments(simulate)
+    convert = commands.add_parser(
+        "convert",
+        help="make an MLX model directory of a GGUF file",
+        description="Make a directory that MLX serves of a GGUF file of llama architecture, its tokenizer included.",
+    )
+    convert_arguments.add_arguments(convert)
     for command, everything in ((serve, True), (check, False)):
         command.add_argument(
             "models",
@@ -87,8 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _simulate(args: argparse.Namespace) -> int:
-    from superfluidd.simulate.command import run
+def _tool(args: argparse.Namespace) -> int:
+    if args.command == "convert":
+        from superfluidd.convert.command import run
+    else:
+        from superfluidd.simulate.command import run
 
     try:
         return run(args)

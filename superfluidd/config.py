@@ -83,10 +83,18 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "engine",
         "choice",
-        "llamacpp",
-        "Engine that runs the models.",
+        "auto",
+        "Engine that runs the models; auto goes by their format: llamacpp for a GGUF file, mlx for a directory.",
         "NAME",
-        choices=("llamacpp", "simulated"),
+        choices=("auto", "llamacpp", "mlx", "simulated"),
+        checks=True,
+    ),
+    Option(
+        "trust_model_code",
+        "switch",
+        False,
+        "Run the Python code that an MLX model brings along.",
+        "",
         checks=True,
     ),
     Option(
@@ -375,7 +383,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     http: str = "127.0.0.1:8453"
     socket: str | None = None
-    engine: str = "llamacpp"
+    engine: str = "auto"
+    trust_model_code: bool = False
     max_batch: int = 8
     max_context: int | None = None
     kv_layout: str = "auto"

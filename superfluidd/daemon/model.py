@@ -51,10 +51,17 @@ Refit = Callable[[], Awaitable[tuple[StartEngine, Cache]]]
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """Bytes of an engine's weights and of its KV pool."""
+    """Bytes of an engine's weights and of its KV pool.
+
+    Attributes:
+        taken: of the pool, by now.
+        mapped: weights are pages of their file, which the operating system counts as available.
+    """
 
     weights: int = 0
     pool: int = 0
+    taken: int = 0
+    mapped: bool = True
 
 
 class _Live:
@@ -576,7 +583,11 @@ class Model(Residency):
         info = self._info if self._engine is not None else None
         if info is None:
             return Footprint()
-        return Footprint(info.weights_bytes, info.cells * (self._cache.cell_bytes or info.bytes_per_cell))
+        cell = self._cache.cell_bytes or info.bytes_per_cell
+        used = self._scheduler.statistics().cells_used if self._scheduler is not None else 0
+        return Footprint(
+            info.weights_bytes, info.cells * cell, (info.cells if info.reserves else used) * cell, info.reserves
+        )
 
     def view(self) -> ModelView:
         """The model in one record."""
@@ -599,6 +610,9 @@ class Model(Residency):
             parked_limit_bytes=self._cache.park_bytes,
             host_limit_bytes=self._cache.host_bytes,
             cut=info.cut if info else "",
+            device=info.device if info else "",
+            granular=info.round_granular if info else True,
+            abandons=info.abandons if info else False,
         )
         scheduler = self._scheduler
         return found if scheduler is None else counted(found, scheduler.statistics(), scheduler.window)

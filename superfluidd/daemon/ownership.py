@@ -22,8 +22,8 @@ def resident(pid: int) -> int:
 
 
 def outstanding(model: Model) -> int:
-    """Bytes that a model has been promised and that the operating system still counts as available: its weights, which
-    are mapped, and what of its pool was never written."""
+    """Bytes that a model has been promised and that the operating system still counts as available: its weights, if
+    they are mapped, and what of its pool was never written."""
     view, footprint = model.view(), model.footprint
     own = 0
     if view.worker_pid and view.worker_pid != os.getpid():
@@ -32,6 +32,8 @@ def outstanding(model: Model) -> int:
             own = held.rss - getattr(held, "shared", 0)
         except psutil.Error:
             own = 0
+    if not footprint.mapped:
+        return max(0, footprint.weights + footprint.pool - own)
     return footprint.weights + max(0, footprint.pool - own)
 
 
@@ -51,10 +53,9 @@ def memory(models: Iterable[Model]) -> MemResult:
 
 def _of_model(model: Model, worker: int) -> list[MemoryOwner]:
     view, footprint = model.view(), model.footprint
-    pool = footprint.pool
     parts = [
         MemoryOwner(view.name, "weights", footprint.weights, footprint.weights),
-        MemoryOwner(view.name, "pool", pool, pool),
+        MemoryOwner(view.name, "pool", footprint.taken, footprint.pool),
         MemoryOwner(view.name, "host tier", view.host_bytes, view.host_limit_bytes),
     ]
     # Weights are mapped, and pages of them that were not used lately may not be in memory: never less than nothing.

@@ -1,6 +1,6 @@
 """How much context a model gets: arithmetic over its header, the settings and the memory there is. Pure.
 
-KV is counted as f16 in every layer. For sliding-window and recurrent models that is more than the runtime takes, so
+KV is counted in every layer. For sliding-window and recurrent models that is more than the runtime takes, so
 what is promised here holds.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from superfluidd.engine.gguf import GgufHeader
+from superfluidd.engine.header import ModelHeader
 from superfluidd.errors import ModelFileError, UsageError
 
 MIB = 1 << 20
@@ -27,8 +27,6 @@ LEAST_WINDOW = 512
 LEAST_RESERVE = 512 * MIB
 RESERVED_PART = 8
 """The reserve for compute buffers and for the daemon itself: that part of the budget, at least LEAST_RESERVE."""
-
-ELEMENT_BYTES = 2
 
 Layout = Literal["per-sequence", "shared"]
 
@@ -54,12 +52,12 @@ class Fit(msgspec.Struct, frozen=True):
     why: str
 
 
-def bytes_per_token(header: GgufHeader) -> int:
+def bytes_per_token(header: ModelHeader) -> int:
     """KV bytes that one token takes in all layers; 0 for a model without attention."""
-    return sum(header.head_count_kv) * (header.key_length + header.value_length) * ELEMENT_BYTES
+    return sum(header.head_count_kv) * (header.key_length + header.value_length) * header.element_bytes
 
 
-def choose_layout(header: GgufHeader, kv_layout: str, pool_tokens: int | None) -> Layout:
+def choose_layout(header: ModelHeader, kv_layout: str, pool_tokens: int | None) -> Layout:
     """The KV layout to use.
 
     A window of its own per sequence is the faster one by far; sliding windows and recurrent states gain nothing from
@@ -80,7 +78,7 @@ def choose_layout(header: GgufHeader, kv_layout: str, pool_tokens: int | None) -
 
 
 def fit(
-    header: GgufHeader,
+    header: ModelHeader,
     *,
     lanes: int,
     max_context: int | None,
@@ -140,7 +138,7 @@ def fit(
 
 
 def _window(
-    header: GgufHeader, max_context: int | None, pool_tokens: int | None, sequences: int, budget: int
+    header: ModelHeader, max_context: int | None, pool_tokens: int | None, sequences: int, budget: int
 ) -> tuple[int, str]:
     """The window, and in words where it comes from."""
     trained, cell = header.context_length, bytes_per_token(header)

@@ -19,6 +19,7 @@ import msgspec
 
 from superfluidd.engine.ggml_types import FILE_TYPES, GUESSED, REMOVED_TYPES, TENSOR_TYPES
 from superfluidd.engine.gguf_metadata import MAX_LAYERS, Arrays, Malformed, Reader, Scalar, read_metadata
+from superfluidd.engine.header import ModelHeader
 from superfluidd.errors import ModelFileError
 
 MAGIC = b"GGUF"
@@ -38,46 +39,18 @@ _OTHERS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon needs to know of a model.
+class GgufHeader(ModelHeader, frozen=True, kw_only=True):
+    """What a GGUF file says beside that.
 
     Attributes:
-        path: the file; ``file_bytes``: its size; ``version``: of the format.
-        architecture, name: as the file has them; the name may be empty.
-        context_length: tokens the model was trained for.
-        block_count: layers; ``embedding_length``: width of a token.
-        head_count, head_count_kv: attention heads per layer, 0 where a layer has no attention.
-        key_length, value_length: elements of a head's key and value.
-        sliding_window: tokens a layer looks back at, 0 if that is all of them.
-        recurrent: some layers keep a state instead of keys and values.
-        quantization: as people write it, such as ``Q4_K_M``.
+        version: of the format.
         vocabulary: number of tokens; ``tokenizer_model``, ``tokenizer_pre``: kind of tokenizer.
-        chat_template: Jinja source, or empty.
-        parameters: elements of all tensors; ``tensor_bytes``: what they take; ``tensors``: how many there are.
     """
 
-    path: str
-    file_bytes: int
     version: int
-    architecture: str
-    name: str
-    context_length: int
-    block_count: int
-    embedding_length: int
-    head_count: tuple[int, ...]
-    head_count_kv: tuple[int, ...]
-    key_length: int
-    value_length: int
-    sliding_window: int
-    recurrent: bool
-    quantization: str
     vocabulary: int
     tokenizer_model: str
     tokenizer_pre: str
-    chat_template: str
-    parameters: int
-    tensor_bytes: int
-    tensors: int
 
 
 def read_header(path: str | Path) -> GgufHeader:

@@ -76,9 +76,13 @@ class Damaged(EngineError):
 
 
 def fingerprint(path: Path) -> str:
-    """Which model a file holds, without reading all of it. An empty path stands for no file."""
+    """Which model a file or a directory of files holds, without reading all of it. An empty path stands for no file."""
     digest = hashlib.blake2b(digest_size=16)
     if path == Path():
+        return digest.hexdigest()
+    if path.is_dir():
+        for part in sorted((*path.glob("*.json"), *path.glob("*.safetensors"))):
+            digest.update(f"{part.name} {fingerprint(part)}\n".encode())
         return digest.hexdigest()
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -92,7 +96,7 @@ def fingerprint(path: Path) -> str:
 
 def identity(path: Path, info: EngineInfo) -> Identity:
     """What a loaded runtime's KV is good for. Raises :class:`OSError` if the model file cannot be read."""
-    return Identity(fingerprint(path), info.runtime, info.version, f"f16 {info.layout}")
+    return Identity(fingerprint(path), info.runtime, info.version, f"{info.kv_type} {info.layout}")
 
 
 class Store:

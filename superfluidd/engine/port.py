@@ -41,6 +41,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
         fim: ids of the prefix, suffix and middle tokens, -1 where the model has none.
         chat_template: the model's own Jinja source, or empty.
         bos_text, eos_text: what those tokens look like inside a template.
+        device: what computes, for people; ``kv_type``: type of the numbers in KV.
+        reserves: memory for all cells is taken when the model is loaded, and weights are pages of their file; otherwise
+            weights are copied, and KV grows with the sequences.
     """
 
     runtime: str
@@ -70,6 +73,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     chat_template: str = ""
     bos_text: str = ""
     eos_text: str = ""
+    device: str = "cpu"
+    kv_type: str = "f16"
+    reserves: bool = True
 
 
 class Feed(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from superfluidd.engine.port import EngineInfo
 from superfluidd.scheduling.plan import Plan, TickReport
 from superfluidd.types import RequestId, TokenLogprob
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever a message changes its meaning. Both ends must agree."""
 
 
@@ -22,8 +22,8 @@ class LoadSpec(msgspec.Struct, frozen=True):
     """How to load a model.
 
     Attributes:
-        runtime: ``llamacpp`` or ``simulated``.
-        path: the model file; empty for the simulated runtime.
+        runtime: ``llamacpp``, ``mlx`` or ``simulated``.
+        path: the model file, or its directory for MLX; empty for the simulated runtime.
         lanes: sequences that run at once; ``spare``: sequences beside them, for KV that is kept.
         window: context of one sequence, tokens.
         layout: ``per-sequence`` or ``shared``.
@@ -31,6 +31,8 @@ class LoadSpec(msgspec.Struct, frozen=True):
         threads: compute threads at most; 0 lets the worker count the machine's cores.
         micro_batch: largest prefill micro-batch.
         park: directory for this model's KV on disk; empty for none.
+        dense: MLX: unpack quantized weights to floats, which is faster on a CPU.
+        trust_code: MLX: run Python that the model brings along.
         simulated_speed: divides the simulated runtime's costs; 1 is its nominal machine.
     """
 
@@ -45,6 +47,8 @@ class LoadSpec(msgspec.Struct, frozen=True):
     simulated_speed: float = 1.0
     spare: int = 0
     park: str = ""
+    dense: bool = False
+    trust_code: bool = False
 
 
 # -- daemon to worker ---------------------------------------------------------------------------------------------

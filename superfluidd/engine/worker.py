@@ -150,6 +150,12 @@ class _Worker:
             except (ImportError, OSError) as error:
                 raise LoadFailed(f"llama-cpp-python cannot be loaded ({error}); install it again") from error
             return LlamaCppRuntime(spec, progress)
+        if spec.runtime == "mlx":
+            try:
+                from superfluidd.engine.runtimes.mlx import MlxRuntime
+            except (ImportError, OSError) as error:
+                raise LoadFailed(f"MLX cannot be loaded ({error}); pip install 'superfluidd[mlx]'") from error
+            return MlxRuntime(spec, progress)
         raise LoadFailed(f"this worker knows no engine called {spec.runtime!r}")
 
     def _open_store(self, runtime: Runtime, spec: wire.LoadSpec) -> Store | None:

@@ -183,7 +183,17 @@ def test_pressure() -> None:
 )
 def test_models_say_what_prefixes_they_can_use(cut: str, words: str) -> None:
     cells = memory.model_row(model(cut=cut, prefixes=3, prefix_hits=7, cached_tokens=12_345))
-    assert [cell.text for cell in cells[7:]] == ["3", "7", "12,345", words]
+    assert [cell.text for cell in cells[8:12]] == ["3", "7", "12,345", words]
+
+
+@pytest.mark.parametrize(
+    ("granular", "abandons", "words"),
+    [(True, True, "in a step"), (True, False, "after a step"), (False, False, "after a tick")],
+)
+def test_models_say_where_their_engine_stops(granular: bool, abandons: bool, words: str) -> None:
+    cells = memory.model_row(model(device="cpu", granular=granular, abandons=abandons))
+    assert (cells[3].text, cells[12].text) == ("cpu", words)
+    assert memory.model_row(model(engine=""))[12].text == "-", "not loaded"
 
 
 def test_pins() -> None:

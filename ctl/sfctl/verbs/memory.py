@@ -15,8 +15,8 @@ from superfluidd.control.protocol import (
 )
 
 MODEL_COLUMNS = (
-    *("MODEL", "STATE", "ENGINE", "ARCHITECTURE", "KV", ">WINDOW", ">CELLS"),
-    *(">PREFIXES", ">HITS", ">CACHED", "PREFIX REUSE"),
+    *("MODEL", "STATE", "ENGINE", "DEVICE", "ARCHITECTURE", "KV", ">WINDOW", ">CELLS"),
+    *(">PREFIXES", ">HITS", ">CACHED", "PREFIX REUSE", "STOPS"),
 )
 
 MEM_COLUMNS = ("MODEL", "OWNER", ">MIB", ">AT MOST")
@@ -45,6 +45,7 @@ def model_row(model: ModelView) -> list[Cell]:
         Cell(model.name, "bold"),
         Cell(model.state, STATE_COLOURS[model.state]),
         Cell(model.engine or "-"),
+        Cell(model.device or "-"),
         Cell(model.architecture or "-"),
         Cell(model.layout or "-"),
         Cell(count(model.window)),
@@ -53,7 +54,15 @@ def model_row(model: ModelView) -> list[Cell]:
         Cell(count(model.prefix_hits)),
         Cell(count(model.cached_tokens)),
         Cell(REUSE.get(model.cut, "-")),
+        Cell(stops(model) if model.engine else "-"),
     ]
+
+
+def stops(model: ModelView) -> str:
+    """Where the engine can be stopped for somebody who comes."""
+    if not model.granular:
+        return "after a tick"
+    return "in a step" if model.abandons else "after a step"
 
 
 def mem(context: Context) -> str:
