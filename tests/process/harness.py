@@ -165,3 +165,43 @@ def text_of(chunks: Iterator[Any]) -> tuple[str, str | None]:
             text += choice["text"]
             reason = choice["finish_reason"] or reason
     return text, reason
+
+
+class Stream(threading.Thread):
+    """A streaming completion read in the background: its text, its comments, its finish reason."""
+
+    def __init__(self, daemon: Daemon, prompt: str, headers: dict[str, str], **fields: Any) -> None:
+        super().__init__()
+        self.text, self.reason, self.comments, self.prompt_tokens = "", None, list[str](), 0
+        self.output_tokens = 0
+        self._daemon, self._headers = daemon, headers
+        self._body = {"prompt": prompt, "temperature": 0, "stream": True, "ignore_eos": True, **fields}
+        self._body["stream_options"] = {"include_usage": True}
+        self.start()
+
+    def run(self) -> None:
+        with self._daemon.http.stream("POST", "/v1/completions", json=self._body, headers=self._headers) as reply:
+            for line in reply.iter_lines():
+                if line.startswith(":"):
+                    self.comments.append(line)
+                elif line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    usage = chunk["usage"] or {}
+                    self.prompt_tokens, self.output_tokens = (
+                        usage.get("prompt_tokens", 0),
+                        usage.get("completion_tokens", 0),
+                    )
+                    for choice in chunk["choices"]:
+                        self.text += choice["text"]
+                        self.reason = choice["finish_reason"] or self.reason
+
+
+def metric(daemon: Daemon, name: str) -> float:
+    """The sum of a metric's samples."""
+    lines = daemon.http.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def generating(daemon: Daemon, lanes: int) -> bool:
+    found = json.loads(daemon.sfctl("lanes", "--json").stdout)["lanes"]
+    return len(found) == lanes and all(lane["generated"] > 3 for lane in found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.harness import Daemon, wait_for
+from tests.process.harness import Daemon, Stream, generating, metric, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.engine_llamacpp]
 
@@ -25,46 +25,6 @@ def daemon(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     options = ("--max-batch", "3", "--max-context", "768", "--http-allow-batch-invariant")
     with Daemon(directory, str(bundled_model), *options) as running:
         yield running
-
-
-class Stream(threading.Thread):
-    """A streaming completion read in the background: its text, its comments, its finish reason."""
-
-    def __init__(self, daemon: Daemon, prompt: str, headers: dict[str, str], **fields: Any) -> None:
-        super().__init__()
-        self.text, self.reason, self.comments, self.prompt_tokens = "", None, list[str](), 0
-        self.output_tokens = 0
-        self._daemon, self._headers = daemon, headers
-        self._body = {"prompt": prompt, "temperature": 0, "stream": True, "ignore_eos": True, **fields}
-        self._body["stream_options"] = {"include_usage": True}
-        self.start()
-
-    def run(self) -> None:
-        with self._daemon.http.stream("POST", "/v1/completions", json=self._body, headers=self._headers) as reply:
-            for line in reply.iter_lines():
-                if line.startswith(":"):
-                    self.comments.append(line)
-                elif line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    usage = chunk["usage"] or {}
-                    self.prompt_tokens, self.output_tokens = (
-                        usage.get("prompt_tokens", 0),
-                        usage.get("completion_tokens", 0),
-                    )
-                    for choice in chunk["choices"]:
-                        self.text += choice["text"]
-                        self.reason = choice["finish_reason"] or self.reason
-
-
-def metric(daemon: Daemon, name: str) -> float:
-    """The sum of a metric's samples."""
-    lines = daemon.http.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
-def generating(daemon: Daemon, lanes: int) -> bool:
-    found = json.loads(daemon.sfctl("lanes", "--json").stdout)["lanes"]
-    return len(found) == lanes and all(lane["generated"] > 3 for lane in found)
 
 
 def test_a_chat_takes_a_background_lane_whose_stream_pauses_and_goes_on(daemon: Daemon) -> None:
