@@ -84,11 +84,13 @@ OPTIONS: tuple[Option, ...] = (
         "engine",
         "choice",
         "auto",
-        "Engine that runs the models; auto goes by their format: llamacpp for a GGUF file, mlx for a directory.",
+        "Engine that runs the models; auto goes by their format: llamacpp for a GGUF file, mlx for a directory, "
+        "basert for a .base file.",
         "NAME",
-        choices=("auto", "llamacpp", "mlx", "simulated"),
+        choices=("auto", "llamacpp", "mlx", "basert", "simulated"),
         checks=True,
     ),
+    Option("basert_lib", "text", None, "libbaseRT; by default $BASERT_LIB, or where it is usually installed.", "PATH"),
     Option(
         "trust_model_code",
         "switch",
@@ -384,6 +386,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     http: str = "127.0.0.1:8453"
     socket: str | None = None
     engine: str = "auto"
+    basert_lib: str | None = None
     trust_model_code: bool = False
     max_batch: int = 8
     max_context: int | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from superfluidd.config import Settings
-from superfluidd.engine import blas, fitting, gguf, memory, mlx_directory
+from superfluidd.engine import base_bundle, blas, fitting, gguf, memory, mlx_directory
 from superfluidd.engine.header import ModelHeader
 from superfluidd.engine.wire import LoadSpec
 from superfluidd.errors import ModelFileError, UsageError
@@ -27,6 +27,8 @@ SPARE = 2
 MOST_SEQUENCES = 256
 """What llama.cpp is built for."""
 MIB, GIB = 1 << 20, 1 << 30
+
+BUNDLE = ".base"
 
 DENSE_PART = 0.5
 """Part of a model's memory that its weights may take once they are unpacked for a CPU."""
@@ -111,7 +113,12 @@ def read_header(settings: Settings, path: Path) -> ModelHeader:
     Raises:
         ModelFileError: it cannot be served, or not by the engine that was asked for.
     """
-    if settings.engine == "llamacpp" or (settings.engine == "auto" and not path.is_dir()):
+    engine = settings.engine
+    if engine == "auto":
+        engine = "mlx" if path.is_dir() else "basert" if path.suffix == BUNDLE else "llamacpp"
+    if engine == "basert":
+        return base_bundle.read_header(path)
+    if engine == "llamacpp":
         return gguf.read_header(path)
     if path.is_file():
         raise ModelFileError(
@@ -124,6 +131,8 @@ def read_header(settings: Settings, path: Path) -> ModelHeader:
 
 
 def _default(settings: Settings) -> Path:
+    if settings.engine == "basert":
+        raise UsageError("no MODEL was given; give the path of a .base bundle, which `basert convert` makes")
     if settings.engine == "mlx":
         raise UsageError(
             "no MODEL was given; make one of the bundled model with `superfluidd convert - DIR`, and serve DIR"
@@ -133,13 +142,17 @@ def _default(settings: Settings) -> Path:
 
 def _fitted(settings: Settings, path: Path, header: ModelHeader, available: int, sharing: int) -> Loaded:
     spare = min(SPARE, MOST_SEQUENCES - settings.max_batch)
-    mlx, kv_layout, dense = isinstance(header, mlx_directory.MlxHeader), settings.kv_layout, False
+    runtime, kv_layout, dense = "basert", "shared", False
+    if isinstance(header, gguf.GgufHeader):
+        runtime, kv_layout = "llamacpp", settings.kv_layout
+    elif not isinstance(header, mlx_directory.MlxHeader) and settings.kv_layout == "per-sequence":
+        raise UsageError(f"{path}: baseRT keeps KV in one pool; leave --kv-layout out", param="kv-layout")
     if isinstance(header, mlx_directory.MlxHeader):
-        if kv_layout == "shared" or settings.pool_tokens is not None:
+        if settings.kv_layout == "shared" or settings.pool_tokens is not None:
             raise UsageError(
                 f"{path}: MLX keeps KV per sequence; leave --pool-tokens and --kv-layout shared out", param="kv-layout"
             )
-        kv_layout = "per-sequence"
+        runtime, kv_layout = "mlx", "per-sequence"
         # Unpacked weights are several times as fast on a CPU, with a BLAS worth the name.
         if header.bits and blas.installed() and header.dense_bytes <= DENSE_PART * (available // sharing):
             dense, header = True, msgspec.structs.replace(header, tensor_bytes=header.dense_bytes)
@@ -153,13 +166,13 @@ def _fitted(settings: Settings, path: Path, header: ModelHeader, available: int,
         available=available,
         sharing=sharing,
     )
-    name = path.resolve().name if mlx else path.stem
+    name = path.resolve().name if runtime == "mlx" else path.stem
     weights = f"{header.quantization}{' as float32' if dense else ''}"
     return Loaded(
         name=name,
         path=str(path),
         spec=LoadSpec(
-            runtime="mlx" if mlx else "llamacpp",
+            runtime=runtime,
             path=str(path.resolve()),
             lanes=settings.max_batch,
             window=fit.window,
@@ -170,6 +183,7 @@ def _fitted(settings: Settings, path: Path, header: ModelHeader, available: int,
             park=_park(settings, name),
             dense=dense,
             trust_code=settings.trust_model_code,
+            library=settings.basert_lib or "",
         ),
         summary=f"{weights}, {settings.max_batch} lanes of {fit.window} tokens, {fit.layout} KV",
         cache=_cache(settings, fit.bytes_per_cell, 0),
@@ -265,6 +279,8 @@ def report(loaded: Loaded) -> list[str]:
     if header is None or fit is None:
         return [*lines, f"lanes      {spec.lanes}", f"window     {spec.window} tokens", f"kv layout  {spec.layout}"]
     template = "yes" if header.chat_template else "no: /v1/chat/completions will be refused"
+    if spec.runtime == "basert":
+        template = "the library says when it has loaded the bundle"
     return [
         *lines,
         f"file       {loaded.path} ({header.file_bytes / MIB:.0f} MiB, complete)",

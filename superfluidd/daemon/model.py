@@ -208,7 +208,10 @@ class Model(Residency):
                     granular=info.round_granular,
                     abandons=info.abandons,
                     cache=msgspec.structs.replace(
-                        self._cache, cut=info.cut, cell_bytes=self._cache.cell_bytes or info.bytes_per_cell
+                        self._cache,
+                        cut=info.cut,
+                        cell_bytes=self._cache.cell_bytes or info.bytes_per_cell,
+                        park_bytes=self._cache.park_bytes if info.saves else 0,
                     ),
                 ),
                 self._policy,

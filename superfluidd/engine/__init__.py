@@ -4,7 +4,7 @@
 * :mod:`.executor`: one tick of a plan over a runtime, step by step.
 * :mod:`.sampling`: logits to a token, as a function of (seed, position).
 * :mod:`.threads`: how many compute threads the next step gets. :mod:`.neighbours`: how busy the machine is.
-* :mod:`.runtimes`: llama.cpp, MLX and the simulated one; nothing else imports those libraries.
+* :mod:`.runtimes`: llama.cpp, MLX, baseRT and the simulated one; nothing else imports those libraries.
 * :mod:`.wire`, :mod:`.framing`: messages between daemon and worker; no sockets.
 * :mod:`.worker`: the child process's loop. :mod:`.client`: the daemon's side of it. :mod:`.inprocess`: the same
   interface without a process, on virtual time.

@@ -104,6 +104,13 @@ class _Tally:
         self.fed = 0
         self.feed_seconds = 0.0
 
+    def feed(self, micro: Sequence[tuple[_Lane, int]]) -> None:
+        """These lanes were fed so many tokens, but for those that failed."""
+        for lane, share in micro:
+            if not lane.over or lane.decoding:
+                self.prefilled[lane.request] = self.prefilled.get(lane.request, 0) + share
+                self.fed += share
+
 
 class Executor:
     """Lanes over a runtime.
@@ -141,6 +148,7 @@ class Executor:
         self._exact = plan.exact
         grants = {grant.request: grant.rounds for grant in plan.decode}
         chunks = [_Chunk(self._lanes[chunk.request], chunk.tokens) for chunk in plan.prefill]
+        packs = self._runtime.info.packs_prefill_with_decode and not plan.exact
         stopped = False
         while not stopped:
             batch = [
@@ -148,9 +156,14 @@ class Executor:
                 for request in grants
                 if grants[request] > 0 and (lane := self._lanes[request]).decoding and not lane.over
             ]
+            for lane in batch:
+                grants[lane.request] -= 1
+            if packs and batch and (micro := self._take(chunks, plan.step_tokens)):
+                tokens = self._packed_step(batch, micro, tally)
+                yield StepDone(plan.tick, tuple(tokens), tuple(tally.prefilled.items()))
+                stopped = should_stop()
+                continue
             if batch:
-                for lane in batch:
-                    grants[lane.request] -= 1
                 yield StepDone(plan.tick, tuple(self._decode_round(batch, tally)))
                 stopped = should_stop()
             micro = [] if stopped else self._take(chunks, plan.step_tokens)
@@ -338,8 +351,7 @@ class Executor:
             self._threads.before_exact(self._runtime)
         else:
             self._threads.before_round(self._runtime, len(batch))
-        feeds = [Feed(lane.sequence, lane.fed, lane.tokens[lane.fed :], True) for lane in batch]
-        out = self._step(batch, feeds, tally)
+        out = self._step(batch, _round(batch), tally)
         seconds = self._runtime.seconds() - start
         if not self._exact:
             self._threads.after_round(len(batch), seconds)
@@ -365,26 +377,30 @@ class Executor:
     def _prefill_step(self, micro: Sequence[tuple[_Lane, int]], tally: _Tally) -> list[TokenOut]:
         start = self._runtime.seconds()
         (self._threads.before_exact if self._exact else self._threads.before_prefill)(self._runtime)
-        feeds = [
-            Feed(
-                lane.sequence,
-                lane.fed,
-                lane.tokens[lane.fed : lane.fed + share],
-                lane.fed + share == len(lane.tokens),
-            )
-            for lane, share in micro
-        ]
         try:
-            out = self._step([lane for lane, _ in micro], feeds, tally, abandonable=self._runtime.info.abandons)
+            out = self._step(
+                [lane for lane, _ in micro], _chunks(micro), tally, abandonable=self._runtime.info.abandons
+            )
         except StepAbandoned:
             tally.abandoned = tuple((lane.request, share) for lane, share in micro)
             return []
-        for lane, share in micro:
-            if not lane.over or lane.decoding:
-                tally.prefilled[lane.request] = tally.prefilled.get(lane.request, 0) + share
-                tally.fed += share
+        tally.feed(micro)
         seconds = self._runtime.seconds() - start
         tally.feed_seconds += seconds
+        return out
+
+    def _packed_step(self, batch: Sequence[_Lane], micro: Sequence[tuple[_Lane, int]], tally: _Tally) -> list[TokenOut]:
+        """A decode round and a micro-batch in one call. Its time is shared out by tokens."""
+        start, fed = self._runtime.seconds(), sum(share for _, share in micro)
+        self._threads.before_prefill(self._runtime)
+        out = self._step([*batch, *(lane for lane, _ in micro)], [*_round(batch), *_chunks(micro)], tally)
+        tally.feed(micro)
+        seconds = self._runtime.seconds() - start
+        part = len(batch) / (len(batch) + fed)
+        tally.rounds += 1
+        tally.round_tokens += len(batch)
+        tally.round_seconds += part * seconds
+        tally.feed_seconds += (1 - part) * seconds
         return out
 
     def _step(
@@ -441,6 +457,17 @@ class Executor:
         lane.over = True
         lane.decoding = False
         tally.faults.append(LaneFault(lane.request, message))
+
+
+def _round(batch: Sequence[_Lane]) -> list[Feed]:
+    return [Feed(lane.sequence, lane.fed, lane.tokens[lane.fed :], True) for lane in batch]
+
+
+def _chunks(micro: Sequence[tuple[_Lane, int]]) -> list[Feed]:
+    return [
+        Feed(lane.sequence, lane.fed, lane.tokens[lane.fed : lane.fed + share], lane.fed + share == len(lane.tokens))
+        for lane, share in micro
+    ]
 
 
 def _sources(ops: Sequence[KvOp]) -> set[int]:

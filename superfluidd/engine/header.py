@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
+
+from superfluidd.errors import ModelFileError
 
 
 class ModelHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +48,24 @@ class ModelHeader(msgspec.Struct, frozen=True, kw_only=True):
     tensor_bytes: int
     tensors: int
     element_bytes: int = 2
+
+
+def integer(sources: Sequence[Mapping[str, Any]], key: str, default: int | None, most: int, where: str) -> int:
+    """A number of a configuration.
+
+    Args:
+        sources: where to look for it, the first that has it counts.
+        key: its name.
+        default: where none has it; None if it must be there.
+        most: the largest that can be right.
+        where: the file, for messages.
+
+    Raises:
+        ModelFileError: it is missing or cannot be right.
+    """
+    value = next((found for source in sources if (found := source.get(key)) is not None), default)
+    if value is None:
+        raise ModelFileError(f"{where} does not say {key}; download the model again")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ModelFileError(f"{where} is damaged: its {key} cannot be right; download it again")
+    return value

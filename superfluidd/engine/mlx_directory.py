@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from superfluidd.engine.header import ModelHeader
+from superfluidd.engine.header import ModelHeader, integer
 from superfluidd.errors import ModelFileError
 
 MOST_CONFIG = 16 << 20
@@ -201,14 +201,7 @@ class _Directory:
         self._quantization: dict[str, Any] = found if isinstance(found, dict) else {}
 
     def _integer(self, key: str, default: int | None, most: int) -> int:
-        value = self._text.get(key)
-        value = self._config.get(key) if value is None else value
-        value = default if value is None else value
-        if value is None:
-            raise ModelFileError(f"{self._path}/config.json does not say {key}; download the model again")
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise ModelFileError(f"{self._path}/config.json is damaged: its {key} cannot be right; download it again")
-        return value
+        return integer((self._text, self._config), key, default, most, f"{self._path}/config.json")
 
     def _group(self, module: str) -> int:
         own = self._quantization.get(module)

@@ -44,6 +44,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         device: what computes, for people; ``kv_type``: type of the numbers in KV.
         reserves: memory for all cells is taken when the model is loaded, and weights are pages of their file; otherwise
             weights are copied, and KV grows with the sequences.
+        saves: what :meth:`Runtime.export` gives is KV; otherwise it only leads to what the runtime itself keeps, and is
+            of no use to another process.
     """
 
     runtime: str
@@ -76,6 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     device: str = "cpu"
     kv_type: str = "f16"
     reserves: bool = True
+    saves: bool = True
 
 
 class Feed(msgspec.Struct, frozen=True):

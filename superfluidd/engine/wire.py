@@ -22,7 +22,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     """How to load a model.
 
     Attributes:
-        runtime: ``llamacpp``, ``mlx`` or ``simulated``.
+        runtime: ``llamacpp``, ``mlx``, ``basert`` or ``simulated``.
         path: the model file, or its directory for MLX; empty for the simulated runtime.
         lanes: sequences that run at once; ``spare``: sequences beside them, for KV that is kept.
         window: context of one sequence, tokens.
@@ -33,6 +33,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
         park: directory for this model's KV on disk; empty for none.
         dense: MLX: unpack quantized weights to floats, which is faster on a CPU.
         trust_code: MLX: run Python that the model brings along.
+        library: baseRT: path of libbaseRT; empty to look for it.
         simulated_speed: divides the simulated runtime's costs; 1 is its nominal machine.
     """
 
@@ -49,6 +50,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     park: str = ""
     dense: bool = False
     trust_code: bool = False
+    library: str = ""
 
 
 # -- daemon to worker ---------------------------------------------------------------------------------------------

@@ -156,6 +156,10 @@ class _Worker:
             except (ImportError, OSError) as error:
                 raise LoadFailed(f"MLX cannot be loaded ({error}); pip install 'superfluidd[mlx]'") from error
             return MlxRuntime(spec, progress)
+        if spec.runtime == "basert":
+            from superfluidd.engine.runtimes.basert import BasertRuntime
+
+            return BasertRuntime(spec, progress)
         raise LoadFailed(f"this worker knows no engine called {spec.runtime!r}")
 
     def _open_store(self, runtime: Runtime, spec: wire.LoadSpec) -> Store | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import http.client
 import os
 import shlex
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,13 +30,14 @@ from tests.bench.streaming import Reply
 
 OURS = "superfluidd"
 PEER = "llama-server"
+MLX_PEER = "mlx_lm.server"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What both servers run with.
 
     Attributes:
-        model: the GGUF file.
+        model: the GGUF file, or the MLX directory.
         lanes: requests at once.
         context: tokens of a lane's window; both have ``lanes * context`` in all.
         threads: of the peer, whose count is fixed; ours finds its own.
@@ -147,10 +149,13 @@ def running(system: str, setup: Setup, *, start_timeout: float = 120.0) -> Itera
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch, log_path.open("wb") as log:
         if system == OURS:
             argv, ready = _ours(setup, port, Path(scratch)), "/readyz"
+        elif system == MLX_PEER:
+            argv, ready = _mlx_peer(setup, port), "/health"
         else:
             argv, ready = _peer(setup, port), "/health"
         # A setting left in the environment would be measured without being on record.
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERFLUIDD_", "LLAMA_"))}
+        environ |= _mlx_environment() if system == MLX_PEER else {}
         with subprocess.Popen(
             argv, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         ) as process:
@@ -174,6 +179,19 @@ def _peer(setup: Setup, port: int) -> list[str]:
     argv += ["-t", str(setup.threads), "-b", "2048", "-ub", "512", "--host", "127.0.0.1", "--port", str(port)]
     # Its store of idle prompts costs copies and can win nothing here, where no prompt comes twice.
     return [*argv, "--cache-ram", "0", *setup.peer_args]
+
+
+def _mlx_peer(setup: Setup, port: int) -> list[str]:
+    argv = [sys.executable, "-m", "mlx_lm", "server", "--model", str(setup.model), "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--log-level", "WARNING", "--decode-concurrency", str(setup.lanes)]
+    return [*argv, *setup.peer_args]
+
+
+def _mlx_environment() -> dict[str, str]:
+    """What our worker does for itself: OpenBLAS, on every core; and nothing is fetched."""
+    name = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
+    blas = {"LD_PRELOAD": name, "OPENBLAS_NUM_THREADS": str(os.cpu_count() or 1)} if name else {}
+    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **blas}
 
 
 def _free_port() -> int:
@@ -213,13 +231,15 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class Recorder:
-    """Takes measurements until one is clean, and keeps them as files."""
+    """Takes measurements until one is clean, and keeps them as files; ``peer``: version of what is compared with."""
 
-    def __init__(self, folder: Path, *, attempts: int, pause: float = 3.0) -> None:
+    def __init__(
+        self, folder: Path, *, attempts: int, pause: float = 3.0, peer: Mapping[str, str] | None = None
+    ) -> None:
         self._folder = folder
         self._attempts = attempts
         self._pause = pause
-        self._versions = {**versions(), "llama-server": peer_version(peer_binary())}
+        self._versions = {**versions(), **(peer or {"llama-server": peer_version(peer_binary())})}
         self._machine = machine.describe()
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,6 +68,45 @@ def requantized(source: Path | None = None) -> Path:
     if code:
         partial.unlink(missing_ok=True)
         sys.exit(f"llama.cpp could not requantize {source} (code {code}); its messages are above")
+    os.replace(partial, target)
+    return target
+
+
+def dense_mlx() -> Path:
+    """The bundled model as an MLX directory of float32 weights, made if it is not there yet.
+
+    Half floats and packed weights are several times slower on a CPU for either server; ours would unpack them, and
+    mlx_lm.server would not. Both get what is fastest.
+
+    Raises:
+        SystemExit: it could not be made.
+    """
+    target = WORK / "SmolLM2-135M-Instruct-f32"
+    if target.exists():
+        return target
+    from superfluidd import cli
+
+    packed = WORK / "SmolLM2-135M-Instruct-q4"
+    if not packed.exists() and cli.main(["convert", str(bundled_model()), str(packed)]):
+        sys.exit("the bundled model could not be converted; the message is above")
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import dequantize_model, load_model
+
+    from superfluidd.engine.runtimes import mlx as _  # noqa: F401  (chooses the BLAS)
+
+    model, config = load_model(packed, lazy=True)
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    config.pop("quantization", None)
+    config.pop("quantization_config", None)
+    partial = target.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(packed, partial)
+    mx.save_safetensors(
+        str(partial / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+    )
+    (partial / "config.json").write_text(json.dumps(config))
     os.replace(partial, target)
     return target
 

@@ -221,6 +221,9 @@ class Contract:
     exact: ClassVar[bool] = True
     """Tokens do not depend on how they are grouped into calls, for any prompt."""
 
+    slow: ClassVar[bool] = True
+    """A tick takes longer than it takes to be told to stop: not so for a toy in a process of its own."""
+
     @pytest.fixture
     async def driver(self) -> Any:
         """The engine under test."""
@@ -412,10 +415,11 @@ class Contract:
         first = await driver.run(
             prefill=(Prefill(1, len(prompt)), Prefill(2, len(others[0]))), step_tokens=4, stop_after=1
         )
-        assert first.report.outcome == "stopped"
         left = len(prompt) - dict(first.report.prefilled)[1]
-        assert left > 0, "the tick was stopped before the prompt was fed"
-        second = await driver.run(prefill=(Prefill(1, left),), decode=(Decode(1, 6),))
+        if self.slow:
+            assert first.report.outcome == "stopped"
+            assert left > 0, "the tick was stopped before the prompt was fed"
+        second = await driver.run(prefill=(Prefill(1, left),) if left else (), decode=(Decode(1, 6),))
         assert first.tokens(1) + second.tokens(1) == expected
 
     # -- ends -----------------------------------------------------------------------------------------------------

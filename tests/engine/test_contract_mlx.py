@@ -80,6 +80,7 @@ class TestFaults(contract.FaultContract):
 
 @pytest.mark.process
 class TestWorker(contract.Contract):
+    slow = False
     exact = False
 
     @pytest.fixture

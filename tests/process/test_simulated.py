@@ -233,7 +233,7 @@ def test_bad_model_files_have_each_their_message_and_exit_3(
 @pytest.mark.parametrize("argv, words", [
     (("serve", "--max-batch", "0"), "from 1 to 256"),
     (("serve", "--http", "nowhere"), "HOST:PORT"),
-    (("serve", "--engine", "tpu"), "llamacpp, simulated"),
+    (("serve", "--engine", "tpu"), "auto, llamacpp, mlx, basert, simulated"),
     (("serve", "--config", "/nonexistent.toml"), "cannot read"),
     (("frobnicate",), "invalid choice"),
 ])  # fmt: skip
