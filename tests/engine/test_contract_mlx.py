@@ -79,9 +79,14 @@ class TestFaults(contract.FaultContract):
 
 
 @pytest.mark.process
-class TestWorker(contract.Contract):
-    slow = False
-    exact = False
+class TestWorker:
+    """Some of it through a process, which takes a second and a half to start."""
+
+    slow = exact = False
+    prompt, others, alone = contract.Contract.prompt, contract.Contract.others, contract.Contract.alone
+    test_lanes_join_and_leave = contract.Contract.test_lanes_join_and_leave_in_any_order_and_leave_the_others_alone
+    test_a_stopped_tick_goes_on = contract.Contract.test_a_stopped_tick_goes_on_in_the_next_plan
+    test_a_lane_seeded_from_another = contract.Contract.test_a_lane_seeded_from_another_says_what_it_says_alone
 
     @pytest.fixture
     async def driver(self, tiny: Path, nursery: trio.Nursery) -> AsyncIterator[Driver]:

@@ -110,6 +110,25 @@ def test_lanes_join_and_leave_in_any_order_and_say_what_they_say_alone(runtime: 
     assert runtime.cells_used() == sum(len(tokens) - 1 for tokens in lanes.values())
 
 
+def test_prompts_in_one_pass_say_what_they_say_alone(runtime: MlxRuntime) -> None:
+    """Of different lengths, some with context already, some not to the end."""
+    prompts = [list(range(40, 50)), list(range(60, 69)), list(range(90, 102))]
+    expected = [alone(runtime, prompt, 12) for prompt in prompts]
+    runtime.step([Feed(1, 0, prompts[1][:2], False)])
+    computed = runtime.computed()
+    runtime.step([Feed(0, 0, prompts[0], True), Feed(1, 2, prompts[1][2:], True), Feed(2, 0, prompts[2][:8], False)])
+    assert runtime.computed() - computed == 10 + 7 + 8, "padding is not counted"
+    lanes = {0: [*prompts[0], draw(runtime, 0, prompts[0])], 1: [*prompts[1], draw(runtime, 1, prompts[1])]}
+    with pytest.raises(StepFailed, match="kept no logits"):
+        draw(runtime, 2, prompts[2])
+    assert [runtime.length(sequence) for sequence in range(3)] == [10, 9, 8]
+    rounds(runtime, lanes, 4)
+    lanes[2] = prefill(runtime, 2, prompts[2])
+    rounds(runtime, lanes, 7)
+    for number, tokens in lanes.items():
+        assert tokens == expected[number][: len(tokens)]
+
+
 def test_what_is_saved_is_brought_back_into_another_sequence(runtime: MlxRuntime) -> None:
     """Also of a lane that is a row of the batch, and also into a runtime that was loaded anew."""
     expected = alone(runtime, PROMPTS[2], 20)
@@ -185,17 +204,19 @@ class Breaks:
 
 
 def test_a_step_that_fails_half_way_leaves_nothing(plain: MlxRuntime) -> None:
-    expected = [alone(plain, prompt, 12) for prompt in PROMPTS[:2]]
+    expected = [alone(plain, prompt, 14) for prompt in PROMPTS[:2]]
     lanes = {index: prefill(plain, index, prompt) for index, prompt in enumerate(PROMPTS[:2])}
     rounds(plain, lanes, 4)
     layers = plain._model.model.layers
     layer = layers[1] = Breaks(layers[1])
-    for which in ("together", "one", "several tokens"):
+    for which in ("together", "one", "several tokens", "prompts together"):
         failing = [Feed(one, len(tokens) - 1, tokens[-1:], True) for one, tokens in lanes.items()]
         if which != "together":
             failing = failing[:1]
         if which == "several tokens":
             failing = [Feed(0, failing[0].start, [*failing[0].tokens, 5, 6], True)]
+        if which == "prompts together":
+            failing = [Feed(one, len(tokens) - 1, [*tokens[-1:], 9, 8], True) for one, tokens in lanes.items()]
         layer.armed = True
         held = [plain.length(one) for one in lanes]
         with pytest.raises(StepFailed, match="MLX failed: RuntimeError: out of memory"):

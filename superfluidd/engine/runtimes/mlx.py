@@ -52,6 +52,10 @@ SHORT = 32
 """A last chunk of at most so many tokens is fed whole, with logits of all of them. Of a longer one the last token is
 fed apart, so that the head, a third of a small model's work, computes one row and not hundreds."""
 
+TOGETHER, PADDED, COPIED = 256, 1.5, 4
+"""Prompts are fed in one pass if that is at most so many tokens with padding, so much more than without it, and if so
+much of earlier context, in parts of what is fed, is copied for it."""
+
 BUFFERS = 256 << 20
 """Bytes of freed buffers that MLX may keep for reuse."""
 
@@ -230,9 +234,12 @@ class MlxRuntime:
         try:
             if len(single) > 1:
                 self._decode(feeds, single, undo)
-            for index, feed in enumerate(feeds):
-                if len(feed.tokens) > 1 or len(single) == 1:
-                    self._feed(index, feed, undo)
+            prompts = [index for index, feed in enumerate(feeds) if len(feed.tokens) > 1 or len(single) == 1]
+            if len(prompts) > 1 and _alike([feeds[index] for index in prompts], padding=self.info.cut != "head"):
+                self._feed_together(feeds, prompts)
+            else:
+                for index in prompts:
+                    self._feed(index, feeds[index], undo)
         except Exception as error:  # models raise whatever they like; nothing of the step is kept
             for sequences, one in undo:
                 if not one.back():
@@ -280,6 +287,22 @@ class MlxRuntime:
             self._rows[index] = _floats(logits[:, -1, :])[0]
         self._evaluate(caches)
 
+    def _feed_together(self, feeds: Sequence[Feed], prompts: Sequence[int]) -> None:
+        """Short prompts in one pass, which reads the weights once. Their own caches change only when it is over."""
+        sequences = [feeds[index].sequence for index in prompts]
+        chunks = [list(feeds[index].tokens) for index in prompts]
+        lengths = [len(chunk) for chunk in chunks]
+        caches = self._kv.merged(sequences, lengths)
+        longest = max(lengths)
+        logits = self._forward([chunk + [0] * (longest - len(chunk)) for chunk in chunks], caches)
+        wanted = [number for number, index in enumerate(prompts) if feeds[index].sample]
+        if wanted:
+            last = mx.array([lengths[number] - 1 for number in wanted])
+            found = _floats(logits[mx.array(wanted), last])
+            for row, number in enumerate(wanted):
+                self._rows[prompts[number]] = found[row]
+        self._kv.separate(caches, sequences, lengths)
+
     def _forward(self, tokens: list[list[int]], caches: Caches) -> Any:
         return self._model(mx.array(tokens), cache=caches)
 
@@ -322,6 +345,16 @@ class MlxRuntime:
             self._kv = Sequences(list, self.info.sequences)
             self._rows = {}
             mx.clear_cache()
+
+
+def _alike(feeds: Sequence[Feed], *, padding: bool) -> bool:
+    """Whether one pass over all of them is less work than one each: little padding, few tokens, and no long context
+    that would be copied for it. Not every model keeps ``padding`` out of a recurrent state."""
+    lengths = [len(feed.tokens) for feed in feeds]
+    if not padding and len(set(lengths)) > 1:
+        return False
+    padded, copied = max(lengths) * len(lengths), sum(feed.start for feed in feeds)
+    return padded <= min(TOGETHER, PADDED * sum(lengths)) and copied <= COPIED * sum(lengths)
 
 
 def _floats(array: Any) -> npt.NDArray[np.float32]:

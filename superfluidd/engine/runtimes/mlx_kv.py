@@ -161,6 +161,33 @@ class Sequences:
                 self._extract(sequence)
         self._rows, self._batch = [], []
 
+    # -- prompts in one pass --------------------------------------------------------------------------------------
+
+    def merged(self, sequences: Sequence[int], lengths: Sequence[int]) -> Caches:
+        """Batch caches of copies, a row for each sequence, for so many more tokens of each, shorter ones padded at
+        their end."""
+        rows = [self.alone(sequence) for sequence in sequences]
+        caches = [layers[0].merge(list(layers)) for layers in zip(*rows, strict=True)]
+        padding = [max(lengths) - length for length in lengths]
+        if any(padding):
+            for cache in caches:
+                cache.prepare(lengths=list(lengths), right_padding=padding)
+        return caches
+
+    def separate(self, caches: Caches, sequences: Sequence[int], lengths: Sequence[int]) -> None:
+        """The rows of :meth:`merged`, fed, are the sequences' caches from now on."""
+        if len(set(lengths)) > 1:
+            for cache in caches:
+                cache.finalize()
+        rows = [[cache.extract(row) for cache in caches] for row in range(len(sequences))]
+        mx.eval([[cache.state for cache in row] for row in rows])
+        for sequence, length, row in zip(sequences, lengths, rows, strict=True):
+            held = self.lengths[sequence] + length
+            if any(found != held for cache in row if (found := _held(cache)) is not None):
+                raise StepFailed(f"sequence {sequence} does not hold {held} tokens after its step")
+        for sequence, row in zip(sequences, rows, strict=True):
+            self._alone[sequence] = row
+
     # -- shorter, copied, saved -----------------------------------------------------------------------------------
 
     def cut(self, sequence: int, length: int) -> bool:
